@@ -53,7 +53,9 @@ def _describe(kind: str, index: int) -> Device:
     if kind == "cpu":
         return _cpu()
     if kind != "cuda":
-        return Device(kind, kind, None, f"torch device type {kind!r} has no contract; use cpu, CUDA sm90 or ROCm gfx942")
+        return Device(
+            kind, kind, None, f"torch device type {kind!r} has no contract; use cpu, CUDA sm90 or ROCm gfx942"
+        )
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
         arch = properties.gcnArchName.split(":")[0]
@@ -63,7 +65,9 @@ def _describe(kind: str, index: int) -> Device:
     capability = f"sm{properties.major}{properties.minor}"
     if capability == "sm90":
         return Device("cuda", properties.name, "sm90")
-    return Device("cuda", properties.name, None, f"{capability} has no contract yet; supported: sm90 (H100, H200, GH200)")
+    return Device(
+        "cuda", properties.name, None, f"{capability} has no contract yet; supported: sm90 (H100, H200, GH200)"
+    )
 
 
 def describe(device: torch.device | str) -> Device:

@@ -1,0 +1,13 @@
+// Schemas of the compiled operators. Implementations live in csrc/cpu, csrc/gpu and csrc/sm90 and register themselves
+// with STABLE_TORCH_LIBRARY_IMPL. The stable ABI keeps one binary loadable on every torch from 2.11 on.
+#include <Python.h>
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(rlk, m) {
+}
+
+// An empty module: importing rl_kernel._C loads the library, which registers the operators above.
+extern "C" PyMODINIT_FUNC PyInit__C(void) {
+  static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

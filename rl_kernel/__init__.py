@@ -1,0 +1,24 @@
+"""Operators whose bits are fixed by a contract, for RL post-training.
+
+The same call returns the same bits in a rollout engine and in a training engine: see :mod:`rl_kernel.contract`.
+"""
+
+from __future__ import annotations
+
+from rl_kernel.contract import contract_for, fingerprint, padded_vocab_size, require_equal
+from rl_kernel.errors import ContractError, RLKernelError, UnsupportedError
+from rl_kernel.registry import explain, get_mode, set_mode
+
+__all__ = [
+    "ContractError",
+    "RLKernelError",
+    "UnsupportedError",
+    "contract_for",
+    "explain",
+    "fingerprint",
+    "get_mode",
+    "padded_vocab_size",
+    "require_equal",
+    "set_mode",
+]
+__version__ = "0.1.0"
