@@ -48,7 +48,7 @@ def _cpu() -> Device:
     return Device("cpu", machine, "cpu")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _describe(kind: str, index: int) -> Device:
     if kind == "cpu":
         return _cpu()
@@ -65,9 +65,7 @@ def _describe(kind: str, index: int) -> Device:
     capability = f"sm{properties.major}{properties.minor}"
     if capability == "sm90":
         return Device("cuda", properties.name, "sm90")
-    return Device(
-        "cuda", properties.name, None, f"{capability} has no contract yet; supported: sm90 (H100, H200, GH200)"
-    )
+    return Device("cuda", properties.name, None, f"{capability} has no contract; supported: sm90 (H100, H200)")
 
 
 def describe(device: torch.device | str) -> Device:

@@ -86,11 +86,11 @@ def get_mode() -> str:
 
 
 def fallback_count() -> int:
-    """How many resolutions in this process did not get the first backend of their order for a reason of this machine."""
+    """Resolutions of this process that passed over an existing backend for a reason of this machine."""
     return _fallbacks
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _load(op: str, backend: str) -> ModuleType | str:
     name = f"rl_kernel.ops.{op}.{backend}"
     if importlib.util.find_spec(name) is None:
@@ -109,7 +109,7 @@ def _check(request: Request, backend: str) -> ModuleType | str:
     return module if reason is None else reason
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _resolve(request: Request, backend: str, mode: str) -> Choice:
     global _fallbacks
     if request.op not in OPS:
