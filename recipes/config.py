@@ -1,0 +1,546 @@
+"""Configuration of a run: plain dataclasses. Hydra fills them in ``recipes.main`` and goes no further.
+
+``build_config`` turns a composed tree into a validated :class:`RunConfig`; every rejected value raises ``ConfigError``
+naming the key and the fix, before any engine starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rl_kernel.contract import MAX_VIRTUAL_TP, padded_vocab_size
+
+
+@dataclass
+class ModelConfig:
+    """A Qwen3 model. ``path`` is a Hugging Face folder or hub name; null starts from random weights N(0, init_std)."""
+
+    name: str = "qwen3_tiny"
+    path: str | None = None
+    tokenizer: str | None = None  # null: ``path``, or the tokenizer that ships with the repository
+    dtype: str = "bfloat16"
+    vocab_size: int = 64
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    max_position_embeddings: int = 512
+    rope_theta: float = 1_000_000.0
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    init_std: float = 0.02
+    num_experts: int = 0  # above 0: mixture of experts, refused
+
+    def padded_vocab_size(self, virtual_tp: int) -> int:
+        """Rows of the embedding and of the LM head in every engine."""
+        return padded_vocab_size(self.vocab_size, virtual_tp)
+
+    def parameter_count(self) -> int:
+        """Parameters of the dense model, without vocabulary padding."""
+        attention = self.head_dim * (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.hidden_size
+        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        heads = 1 if self.tie_word_embeddings else 2
+        return self.num_hidden_layers * layer + heads * self.vocab_size * self.hidden_size
+
+
+@dataclass
+class HardwareConfig:
+    """The machine. ``devices`` counts GPUs; on the CPU it is 0 and any number of processes share the cores."""
+
+    name: str = "cpu"
+    device: str = "cpu"  # cpu | cuda | rocm
+    family: str = "cpu"  # arithmetic family of the contract
+    devices: int = 0
+    nodes: int = 1
+    memory_gib: float = 0.0  # memory of one device; 0: do not check
+    colocate: bool = True  # trainer and engines take turns on the same devices
+
+
+@dataclass
+class TrainConfig:
+    """The training engine: world size = tensor x context x data parallel."""
+
+    tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+    data_parallel_size: int = 1
+    sequence_parallel: bool = False
+    micro_batch_tokens: int = 8192  # tokens of one packed forward pass, per data-parallel rank
+    lr: float = 1e-6
+    critic_lr: float = 1e-5
+    lr_warmup_steps: int = 0  # optimizer steps
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    distributed_optimizer: bool = False
+    recompute: bool = False
+    temperature: float | None = None  # always rollout.temperature; a different value is refused
+    num_threads: int = 1  # CPU threads of one rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the training group."""
+        return self.tensor_parallel_size * self.context_parallel_size * self.data_parallel_size
+
+
+@dataclass
+class RolloutConfig:
+    """The rollout engines and how responses are drawn."""
+
+    tensor_parallel_size: int = 1
+    num_engines: int = 1
+    batch_size: int = 8  # prompts per step
+    n_samples_per_prompt: int = 8
+    max_prompt_len: int = 64
+    max_response_len: int = 32
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    ignore_eos: bool = False
+    max_model_len: int | None = None  # null: max_prompt_len + max_response_len
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 32
+    kv_cache_bytes: int = 64 << 20  # 0: gpu_memory_utilization decides
+    gpu_memory_utilization: float = 0.6
+    enforce_eager: bool = True
+    enable_prefix_caching: bool = True
+    num_threads: int = 1  # CPU threads of one rank
+
+    @property
+    def context_len(self) -> int:
+        """Longest sequence an engine accepts."""
+        return self.max_model_len or self.max_prompt_len + self.max_response_len
+
+
+@dataclass
+class ConsistencyConfig:
+    """How far the two engines must agree.
+
+    strict: contract operators, a mismatch stops the run. audit: the same operators, a mismatch is reported.
+    fast: quickest operators. native: stock engines (the control).
+    """
+
+    mode: str = "strict"
+    virtual_tp: int | None = None  # segments of row-parallel reductions; null: the larger TP of the two sides
+    evidence_tokens: int = 32  # mismatching tokens written to mismatch.jsonl when a run stops
+
+    @property
+    def segments(self) -> int:
+        """``virtual_tp`` once validated."""
+        if self.virtual_tp is None:
+            raise _error("consistency.virtual_tp", "is not resolved", "Build the configuration with build_config.")
+        return self.virtual_tp
+
+
+@dataclass
+class AlgorithmConfig:
+    """GRPO or PPO. Fields that only the other one reads are ignored."""
+
+    name: str = "grpo"
+    ppo_epochs: int = 1  # passes over one rollout
+    num_minibatches: int = 1  # optimizer steps per pass
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None  # > 1: bound of the loss for negative advantages
+    loss_aggregation: str = "token_mean"  # token_mean | sequence_mean
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0  # > 0 keeps a frozen reference model
+    kl_estimator: str = "k3"  # k1 | k2 | k3
+    # GRPO
+    normalize_std: bool = True
+    advantage_eps: float = 1e-6
+    dynamic_sampling: bool = False  # drop groups of equal rewards and draw further prompts
+    dynamic_sampling_max_rounds: int = 4
+    # PPO
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    value_clip: float | None = 0.2
+    whiten_advantages: bool = True
+    critic_warmup_steps: int = 0  # steps that train the critic only
+
+
+@dataclass
+class DataConfig:
+    """Prompts: a jsonl/parquet file, a hub name, or ``arithmetic`` for the set that ships with the repository."""
+
+    path: str = "arithmetic"
+    split: str = "train"
+    prompt_key: str = "prompt"
+    label_key: str = "label"
+    chat_template: bool = False
+    system_prompt: str | None = None
+    shuffle: bool = True
+    limit: int | None = None
+
+
+@dataclass
+class RewardConfig:
+    """``arithmetic``: exact answer with partial credit; ``math``: math-verify in a worker with a time limit."""
+
+    name: str = "arithmetic"
+    timeout_s: float = 5.0
+    num_workers: int = 1
+
+
+@dataclass
+class OrchestratorConfig:
+    """Who starts the processes. ``local``: the embedded loop on Ray; ``vime``: vime on GPU nodes."""
+
+    name: str = "local"
+    num_cpus: int = 2
+    object_store_bytes: int = 200 << 20
+    start_timeout_s: float = 300.0
+    step_timeout_s: float = 600.0
+
+
+@dataclass
+class LoggerConfig:
+    """Where metrics go besides metrics.jsonl, manifest.json and report.html, which are always written."""
+
+    name: str = "wandb"
+    wandb: str = "auto"  # auto: online with a key, else offline | online | offline | off
+    project: str = "rl-kernel"
+    run_name: str | None = None
+    progress: bool = True
+    report: bool = True
+
+
+@dataclass
+class TrainerConfig:
+    """Length, seed and persistence of a run."""
+
+    steps: int = 100
+    seed: int = 0
+    resume: str = "auto"  # auto | never
+    save_interval: int = 50  # 0: only at the end
+    keep_checkpoints: int = 2
+    output_dir: str = ""  # set to Hydra's run directory by the entry point
+
+
+@dataclass
+class RunConfig:
+    """Everything a run depends on."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    consistency: ConsistencyConfig = field(default_factory=ConsistencyConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    experiment: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, for the manifest."""
+        return asdict(self)
+
+    @property
+    def temperature(self) -> float:
+        """The one temperature of both sides."""
+        return self.rollout.temperature
+
+    @property
+    def samples_per_step(self) -> int:
+        """Responses of one step."""
+        return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+
+
+def _error(key: str, what: str, fix: str) -> Exception:
+    from recipes.errors import ConfigError
+
+    return ConfigError(what, where=key, fix=fix)
+
+
+MODES = ("strict", "audit", "fast", "native")
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "model.dtype": ("float32", "bfloat16"),
+    "hardware.device": ("cpu", "cuda", "rocm"),
+    "hardware.family": ("cpu", "sm90", "gfx942"),
+    "consistency.mode": MODES,
+    "algorithm.name": ("grpo", "ppo"),
+    "algorithm.loss_aggregation": ("token_mean", "sequence_mean"),
+    "algorithm.kl_estimator": ("k1", "k2", "k3"),
+    "orchestrator.name": ("local", "vime"),
+    "logger.wandb": ("auto", "online", "offline", "off"),
+    "trainer.resume": ("auto", "never"),
+}
+_AT_LEAST: dict[str, float] = {
+    **{
+        f"model.{name}": 1
+        for name in (
+            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+            "head_dim max_position_embeddings"
+        ).split()
+    },
+    **{
+        f"train.{name}": 1
+        for name in (
+            "tensor_parallel_size context_parallel_size data_parallel_size micro_batch_tokens num_threads"
+        ).split()
+    },
+    **{
+        f"rollout.{name}": 1
+        for name in (
+            "tensor_parallel_size num_engines batch_size n_samples_per_prompt max_prompt_len max_response_len "
+            "max_num_seqs max_num_batched_tokens block_size num_threads"
+        ).split()
+    },
+    **{f"algorithm.{name}": 1 for name in ("ppo_epochs", "num_minibatches", "dynamic_sampling_max_rounds")},
+    **{f"algorithm.{name}": 0 for name in ("clip_low", "clip_high", "kl_coef", "critic_warmup_steps")},
+    **{f"train.{name}": 0 for name in ("lr", "critic_lr", "lr_warmup_steps", "weight_decay", "clip_grad")},
+    **{f"orchestrator.{name}": 1 for name in ("num_cpus", "start_timeout_s", "step_timeout_s")},
+    "rollout.top_k": 0,
+    "rollout.kv_cache_bytes": 0,
+    "trainer.steps": 1,
+    "trainer.seed": 0,
+    "trainer.save_interval": 0,
+    "trainer.keep_checkpoints": 1,
+    "hardware.nodes": 1,
+    "reward.num_workers": 1,
+    "consistency.evidence_tokens": 1,
+}
+_WITHIN: dict[str, tuple[float, float]] = {  # inclusive upper bound, exclusive lower bound
+    "rollout.top_p": (0.0, 1.0),
+    "rollout.temperature": (0.0, float("inf")),
+    "rollout.gpu_memory_utilization": (0.0, 1.0),
+    "algorithm.gamma": (0.0, 1.0),
+}
+
+
+def _get(config: RunConfig, key: str) -> Any:
+    group, name = key.split(".")
+    return getattr(getattr(config, group), name)
+
+
+def _check_fields(config: RunConfig) -> None:
+    for key, allowed in _CHOICES.items():
+        value = _get(config, key)
+        if value not in allowed:
+            raise _error(key, f"{value!r} is not a choice", f"Use one of {', '.join(map(str, allowed))}.")
+    for key, least in _AT_LEAST.items():
+        value = _get(config, key)
+        if not value >= least:
+            raise _error(key, f"{value!r} is too small", f"Use a value of at least {least:g}.")
+    for key, (low, high) in _WITHIN.items():
+        value = _get(config, key)
+        if not low < value <= high or value == float("inf"):
+            raise _error(key, f"{value!r} is out of range", f"Use a value in ({low:g}, {high:g}].")
+    if not 0.0 <= config.algorithm.gae_lambda <= 1.0:
+        raise _error("algorithm.gae_lambda", f"{config.algorithm.gae_lambda!r} is out of range", "Use [0, 1].")
+    if config.algorithm.dual_clip is not None and config.algorithm.dual_clip <= 1.0:
+        raise _error("algorithm.dual_clip", f"{config.algorithm.dual_clip!r} must be above 1", "Use 3, or null.")
+    if config.algorithm.value_clip is not None and config.algorithm.value_clip <= 0.0:
+        raise _error("algorithm.value_clip", f"{config.algorithm.value_clip!r} must be above 0", "Use 0.2, or null.")
+
+
+def _check_model(config: RunConfig) -> None:
+    model, train, rollout = config.model, config.train, config.rollout
+    if model.num_experts > 0:
+        raise _error(
+            "model.num_experts",
+            f"{model.name} is a mixture of experts, which no engine here is wired for yet",
+            "Use model=qwen3_8b, qwen3_0_6b or qwen3_tiny.",
+        )
+    if model.num_attention_heads % model.num_key_value_heads:
+        raise _error(
+            "model.num_key_value_heads",
+            f"{model.num_key_value_heads} does not divide num_attention_heads={model.num_attention_heads}",
+            "Make it a divisor.",
+        )
+    if model.head_dim % 2:
+        raise _error("model.head_dim", f"{model.head_dim} is odd", "RoPE needs an even head_dim.")
+    for side, tp in (("train", train.tensor_parallel_size), ("rollout", rollout.tensor_parallel_size)):
+        key = f"{side}.tensor_parallel_size"
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            size = getattr(model, name)
+            if size % tp:
+                raise _error(key, f"{tp} does not divide model.{name}={size}", f"Use a divisor of {size}.")
+        if tp not in (1, 2, 4, 8):
+            raise _error(key, f"{tp} is not a tensor-parallel size", "Use 1, 2, 4 or 8.")
+    if config.hardware.family != "cpu" and model.dtype == "float32":
+        raise _error(
+            "model.dtype",
+            f"float32 has a contract on the cpu family only, not on {config.hardware.family}",
+            "Use model.dtype=bfloat16.",
+        )
+    needed = rollout.max_prompt_len + rollout.max_response_len
+    limit = min(rollout.context_len, model.max_position_embeddings)
+    if needed > limit:
+        where = "rollout.max_model_len" if rollout.context_len < needed else "model.max_position_embeddings"
+        raise _error(
+            "rollout.max_response_len",
+            f"rollout.max_prompt_len={rollout.max_prompt_len} plus max_response_len={rollout.max_response_len} "
+            f"exceed {where}={limit}",
+            f"Lower one of them by {needed - limit}, or raise {where}.",
+        )
+    if rollout.context_len > model.max_position_embeddings:
+        raise _error(
+            "rollout.max_model_len",
+            f"{rollout.context_len} exceeds model.max_position_embeddings={model.max_position_embeddings}",
+            "Lower it.",
+        )
+
+
+def _check_consistency(config: RunConfig) -> None:
+    consistency, train, rollout = config.consistency, config.train, config.rollout
+    if train.temperature is not None and train.temperature != rollout.temperature:
+        raise _error(
+            "train.temperature",
+            f"{train.temperature!r} differs from rollout.temperature={rollout.temperature!r}",
+            "Leave it out: both sides use rollout.temperature.",
+        )
+    train.temperature = rollout.temperature
+    if consistency.mode in ("strict", "audit"):
+        for name, off in (("top_p", 1.0), ("top_k", 0)):
+            value = getattr(rollout, name)
+            if value != off:
+                raise _error(
+                    f"rollout.{name}",
+                    f"{value!r} truncates and renormalises the distribution, so rollout and training log-probabilities "
+                    f"differ by definition, and consistency={consistency.mode} compares them bit for bit",
+                    f"Use rollout.{name}={off:g}, or consistency=native.",
+                )
+    larger = max(train.tensor_parallel_size, rollout.tensor_parallel_size)
+    if consistency.virtual_tp is None:
+        consistency.virtual_tp = larger
+    segments = consistency.virtual_tp
+    if segments not in (1, 2, 4, MAX_VIRTUAL_TP):
+        raise _error("consistency.virtual_tp", f"{segments!r} is not a segment count", "Use 1, 2, 4 or 8.")
+    for side, tp in (("train", train.tensor_parallel_size), ("rollout", rollout.tensor_parallel_size)):
+        if segments % tp:
+            raise _error(
+                "consistency.virtual_tp",
+                f"{segments} is not a multiple of {side}.tensor_parallel_size={tp}",
+                f"Use {larger}, or leave it null.",
+            )
+    model = config.model
+    for name, size in (
+        ("intermediate_size", model.intermediate_size),
+        ("num_attention_heads", model.num_attention_heads),
+    ):
+        if size % segments:
+            raise _error(
+                "consistency.virtual_tp", f"{segments} does not divide model.{name}={size}", f"Use {larger} or null."
+            )
+
+
+def _check_algorithm(config: RunConfig) -> None:
+    algorithm, rollout, train = config.algorithm, config.rollout, config.train
+    if algorithm.name == "grpo" and rollout.n_samples_per_prompt < 2:
+        raise _error(
+            "rollout.n_samples_per_prompt",
+            f"{rollout.n_samples_per_prompt} leaves nothing to compare a response with (every GRPO advantage is 0)",
+            "Use at least 2, or algorithm=ppo.",
+        )
+    if algorithm.dynamic_sampling and rollout.n_samples_per_prompt < 2:
+        raise _error("algorithm.dynamic_sampling", "needs groups of at least 2", "Raise rollout.n_samples_per_prompt.")
+    if config.samples_per_step < algorithm.num_minibatches * train.data_parallel_size:
+        raise _error(
+            "algorithm.num_minibatches",
+            f"{algorithm.num_minibatches} minibatches on {train.data_parallel_size} data-parallel ranks are more than "
+            f"the {config.samples_per_step} responses of a step",
+            "Lower it, or raise rollout.batch_size.",
+        )
+    if train.sequence_parallel and train.tensor_parallel_size == 1:
+        raise _error("train.sequence_parallel", "needs train.tensor_parallel_size above 1", "Turn it off.")
+
+
+def _check_hardware(config: RunConfig) -> None:
+    hardware, train, rollout, orchestrator = config.hardware, config.train, config.rollout, config.orchestrator
+    family = {"cpu": ("cpu",), "cuda": ("sm90",), "rocm": ("gfx942",)}[hardware.device]
+    if hardware.family not in family:
+        raise _error(
+            "hardware.family", f"{hardware.family} is not a family of device {hardware.device}", f"Use {family[0]}."
+        )
+    if orchestrator.name == "vime":
+        if hardware.device == "cpu":
+            raise _error("orchestrator", "vime runs on GPU nodes, not on hardware=cpu", "Use orchestrator=local.")
+    elif train.context_parallel_size > 1:
+        raise _error(
+            "train.context_parallel_size",
+            f"{train.context_parallel_size} needs orchestrator=vime; the embedded loop packs whole sequences",
+            "Use train.context_parallel_size=1.",
+        )
+    if hardware.device == "cpu":
+        _check_cpu_memory(config)
+        return
+    train_world, rollout_world = train.world_size, rollout.tensor_parallel_size * rollout.num_engines
+    devices = hardware.devices * hardware.nodes
+    for key, world in (("train", train_world), ("rollout", rollout_world)):
+        if world > devices:
+            raise _error(
+                f"{key}.tensor_parallel_size",
+                f"the {key} side wants {world} devices, hardware={hardware.name} has {devices}",
+                "Lower its parallel sizes, or raise hardware.nodes.",
+            )
+    if not hardware.colocate and train_world + rollout_world > devices:
+        raise _error(
+            "hardware.colocate",
+            f"false needs {train_world} + {rollout_world} devices, hardware={hardware.name} has {devices}",
+            "Use hardware.colocate=true.",
+        )
+
+
+def _check_cpu_memory(config: RunConfig) -> None:
+    try:
+        import psutil
+    except ImportError:
+        return
+    size = 4 if config.model.dtype == "float32" else 2
+    models = 1 + (config.algorithm.name == "ppo")
+    params = config.model.parameter_count()
+    # Trainer: weights, fp32 gradients, fp32 master weights and two moments; each engine keeps one copy; one in transit.
+    need = params * (models * (size + 16) + size * (config.rollout.num_engines + 1 + (config.algorithm.kl_coef > 0)))
+    have = psutil.virtual_memory().total
+    if need > 0.8 * have:
+        raise _error(
+            "model",
+            f"{config.model.name} ({params / 1e9:.1f}e9 parameters) needs about {need / 2**30:.0f} GiB to train on "
+            f"hardware=cpu, this machine has {have / 2**30:.0f}",
+            "Use model=qwen3_tiny, or hardware=h100.",
+        )
+
+
+def validate(config: RunConfig) -> RunConfig:
+    """Check every field and every pair of fields that can contradict; fill the derived ones in.
+
+    Derived: ``consistency.virtual_tp`` (the larger TP of both sides), ``train.temperature``.
+
+    Raises:
+        ConfigError: names the key, the value and the fix.
+    """
+    _check_fields(config)
+    _check_model(config)
+    _check_consistency(config)
+    _check_algorithm(config)
+    _check_hardware(config)
+    return config
+
+
+def build_config(tree: Any = None) -> RunConfig:
+    """A validated :class:`RunConfig` from nested mappings (plain or OmegaConf); missing keys keep their defaults.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type, or anything :func:`validate` refuses.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), {} if tree is None else tree)
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "config"
+        first = str(error).splitlines()[0]
+        raise _error(key, first, "See recipes/config.py for the keys and their types.") from None
+    assert isinstance(config, RunConfig)
+    return validate(config)
