@@ -4,6 +4,10 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(rlk, m) {
+  // primitives
+  m.def("exp(Tensor x) -> Tensor");
+  m.def("log(Tensor x) -> Tensor");
+  m.def("tree(Tensor x) -> Tensor");
 }
 
 // An empty module: importing rl_kernel._C loads the library, which registers the operators above.
