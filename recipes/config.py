@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from recipes.errors import ConfigError
 from rl_kernel.contract import MAX_VIRTUAL_TP, padded_vocab_size
 
 
@@ -254,9 +255,7 @@ class RunConfig:
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
 
 
-def _error(key: str, what: str, fix: str) -> Exception:
-    from recipes.errors import ConfigError
-
+def _error(key: str, what: str, fix: str) -> ConfigError:
     return ConfigError(what, where=key, fix=fix)
 
 
@@ -273,42 +272,24 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "logger.wandb": ("auto", "online", "offline", "off"),
     "trainer.resume": ("auto", "never"),
 }
-_AT_LEAST: dict[str, float] = {
-    **{
-        f"model.{name}": 1
-        for name in (
-            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-            "head_dim max_position_embeddings"
-        ).split()
-    },
-    **{
-        f"train.{name}": 1
-        for name in (
-            "tensor_parallel_size context_parallel_size data_parallel_size micro_batch_tokens num_threads"
-        ).split()
-    },
-    **{
-        f"rollout.{name}": 1
-        for name in (
-            "tensor_parallel_size num_engines batch_size n_samples_per_prompt max_prompt_len max_response_len "
-            "max_num_seqs max_num_batched_tokens block_size num_threads"
-        ).split()
-    },
-    **{f"algorithm.{name}": 1 for name in ("ppo_epochs", "num_minibatches", "dynamic_sampling_max_rounds")},
-    **{f"algorithm.{name}": 0 for name in ("clip_low", "clip_high", "kl_coef", "critic_warmup_steps")},
-    **{f"train.{name}": 0 for name in ("lr", "critic_lr", "lr_warmup_steps", "weight_decay", "clip_grad")},
-    **{f"orchestrator.{name}": 1 for name in ("num_cpus", "start_timeout_s", "step_timeout_s")},
-    "rollout.top_k": 0,
-    "rollout.kv_cache_bytes": 0,
-    "trainer.steps": 1,
-    "trainer.seed": 0,
-    "trainer.save_interval": 0,
-    "trainer.keep_checkpoints": 1,
-    "hardware.nodes": 1,
-    "reward.num_workers": 1,
-    "consistency.evidence_tokens": 1,
-}
-_WITHIN: dict[str, tuple[float, float]] = {  # inclusive upper bound, exclusive lower bound
+_AT_LEAST: tuple[tuple[float, str, str], ...] = (
+    (1, "model", "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"),
+    (1, "model", "head_dim max_position_embeddings"),
+    (1, "train", "tensor_parallel_size context_parallel_size data_parallel_size micro_batch_tokens num_threads"),
+    (0, "train", "lr critic_lr lr_warmup_steps weight_decay clip_grad"),
+    (1, "rollout", "tensor_parallel_size num_engines batch_size n_samples_per_prompt max_prompt_len max_response_len"),
+    (1, "rollout", "max_num_seqs max_num_batched_tokens block_size num_threads"),
+    (0, "rollout", "top_k kv_cache_bytes"),
+    (1, "algorithm", "ppo_epochs num_minibatches dynamic_sampling_max_rounds"),
+    (0, "algorithm", "clip_low clip_high kl_coef critic_warmup_steps"),
+    (1, "orchestrator", "num_cpus start_timeout_s step_timeout_s"),
+    (1, "trainer", "steps keep_checkpoints"),
+    (0, "trainer", "seed save_interval"),
+    (1, "hardware", "nodes"),
+    (1, "reward", "num_workers timeout_s"),
+    (1, "consistency", "evidence_tokens"),
+)
+_WITHIN: dict[str, tuple[float, float]] = {  # (low, high]
     "rollout.top_p": (0.0, 1.0),
     "rollout.temperature": (0.0, float("inf")),
     "rollout.gpu_memory_utilization": (0.0, 1.0),
@@ -326,10 +307,11 @@ def _check_fields(config: RunConfig) -> None:
         value = _get(config, key)
         if value not in allowed:
             raise _error(key, f"{value!r} is not a choice", f"Use one of {', '.join(map(str, allowed))}.")
-    for key, least in _AT_LEAST.items():
-        value = _get(config, key)
-        if not value >= least:
-            raise _error(key, f"{value!r} is too small", f"Use a value of at least {least:g}.")
+    for least, group, names in _AT_LEAST:
+        for name in names.split():
+            value = getattr(getattr(config, group), name)
+            if not value >= least:
+                raise _error(f"{group}.{name}", f"{value!r} is too small", f"Use a value of at least {least:g}.")
     for key, (low, high) in _WITHIN.items():
         value = _get(config, key)
         if not low < value <= high or value == float("inf"):
@@ -423,10 +405,8 @@ def _check_consistency(config: RunConfig) -> None:
                 f"Use {larger}, or leave it null.",
             )
     model = config.model
-    for name, size in (
-        ("intermediate_size", model.intermediate_size),
-        ("num_attention_heads", model.num_attention_heads),
-    ):
+    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
+        size = getattr(model, name)
         if size % segments:
             raise _error(
                 "consistency.virtual_tp", f"{segments} does not divide model.{name}={size}", f"Use {larger} or null."
