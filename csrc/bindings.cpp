@@ -8,6 +8,8 @@ STABLE_TORCH_LIBRARY(rlk, m) {
   m.def("exp(Tensor x) -> Tensor");
   m.def("log(Tensor x) -> Tensor");
   m.def("tree(Tensor x) -> Tensor");
+  // collectives
+  m.def("collectives_reduce_parts(Tensor parts, Tensor(a!) out) -> ()");
 }
 
 // An empty module: importing rl_kernel._C loads the library, which registers the operators above.
