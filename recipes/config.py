@@ -197,6 +197,12 @@ class OrchestratorConfig:
     object_store_bytes: int = 200 << 20
     start_timeout_s: float = 300.0
     step_timeout_s: float = 600.0
+    # vime only
+    vime_root: str = "/root/vime"
+    megatron_root: str = "/root/Megatron-LM"
+    ray_address: str | None = None  # null: start a head node on this machine
+    dry_run: bool = False  # print vime's argument list and the checks, start nothing
+    min_disk_gib: float = 150.0
 
 
 @dataclass

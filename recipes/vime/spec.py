@@ -1,0 +1,14 @@
+"""``--spec recipes.vime.spec strict_layer_spec``: the strict layer modules for the models vime builds."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from typing import Any
+
+
+def strict_layer_spec(args: Namespace, config: Any, vp_stage: int | None = None) -> Any:
+    """The layer spec of :mod:`recipes.engines.megatron`, with the run's virtual tensor-parallel size."""
+    from recipes.engines.megatron import layer_spec
+
+    return layer_spec(config, virtual_tp=int(os.environ.get("RL_KERNEL_VIRTUAL_TP", args.tensor_model_parallel_size)))
