@@ -1,0 +1,209 @@
+"""Checkpoints that are either complete or absent.
+
+Layout of ``<run_dir>/checkpoints``::
+
+    step_000050/             weights and optimizer of every rank, written by the training group
+    step_000050/state.json   written last: loop state, and size and SHA-256 of every file
+    latest                   name of the newest checkpoint
+
+A checkpoint is written to ``.tmp-step_000050``, every file fsynced, then renamed; ``latest`` is replaced in the same
+way. A process killed at any point therefore leaves the previous checkpoint in place, and a temporary folder that the
+next start removes. ``step`` counts finished steps: a run resumed from ``step_000050`` continues with step 50.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.errors import CheckpointError, ConfigError
+
+FOLDER, LATEST, STATE = "checkpoints", "latest", "state.json"
+_RESERVE = 64 << 20  # bytes left free for metrics and logs
+# Keys that may change between the parts of a run without changing its bits.
+_FREE_KEYS = ("trainer.steps", "trainer.resume", "trainer.save_interval", "trainer.keep_checkpoints")
+_FREE_GROUPS = ("logger.", "orchestrator.", "trainer.output_dir", "experiment")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: its folder, the steps finished, and the loop's own state."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
+def run_identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The flattened configuration without the keys that do not change a run's bits."""
+    flat = _flatten(config)
+    return {k: v for k, v in flat.items() if k not in _FREE_KEYS and not k.startswith(_FREE_GROUPS)}
+
+
+class Checkpointer:
+    """Writes and finds the checkpoints of one run directory.
+
+    Args:
+        run_dir: the run directory.
+        keep: newest checkpoints that stay.
+        expected_bytes: estimated size of the first checkpoint; later ones are judged by the last one's size.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], *, keep: int = 2, expected_bytes: int = 0) -> None:
+        self.folder = Path(run_dir) / FOLDER
+        self.keep = keep
+        self._expected = expected_bytes
+        for left_over in self.folder.glob(".tmp-*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+
+    def require_space(self) -> None:
+        """Raise before any work is lost to a full disk.
+
+        Raises:
+            CheckpointError: names the folder, the bytes needed and the bytes free.
+        """
+        place = next(p for p in (self.folder, *self.folder.parents) if p.exists())
+        free = shutil.disk_usage(place).free
+        need = self._expected + _RESERVE
+        if free < need:
+            raise CheckpointError(
+                f"a checkpoint needs about {need >> 20} MiB, {free >> 20} MiB are free",
+                where=str(self.folder),
+                fix="Free disk space, set trainer.save_interval=0 or move hydra.run.dir; older checkpoints are intact.",
+            )
+
+    def save(self, step: int, state: Mapping[str, Any], write: Callable[[str], object]) -> Path:
+        """Write the checkpoint of ``step`` finished steps.
+
+        Args:
+            step: finished steps.
+            state: JSON-serialisable loop state.
+            write: called with a folder; every training rank puts its files there.
+
+        Raises:
+            CheckpointError: no space, or a file cannot be written; nothing of the new checkpoint is left.
+        """
+        self.require_space()
+        name = f"step_{step:06d}"
+        final, temporary = self.folder / name, self.folder / f".tmp-{name}"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            write(str(temporary))
+            files = sorted(p for p in temporary.rglob("*") if p.is_file())
+            listed = {}
+            for path in files:
+                _sync(path)
+                listed[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+            record = {"step": step, "state": dict(state), "files": listed}
+            (temporary / STATE).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+            _sync(temporary / STATE)
+            for folder in {p.parent for p in files} | {temporary}:
+                _sync(folder)
+            if final.exists():  # a resumed run repeats a step that a later part of the old run had saved
+                shutil.rmtree(final)
+            os.rename(temporary, final)
+            self._point_to(name)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(
+                f"cannot be written: {error.strerror or error}",
+                where=str(final),
+                fix="Free disk space or check permissions; the previous checkpoint is intact.",
+            ) from error
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        self._expected = sum(entry["bytes"] for entry in listed.values())
+        self._prune(name)
+        return final
+
+    def _point_to(self, name: str) -> None:
+        temporary = self.folder / f".{LATEST}"
+        temporary.write_text(name + "\n")
+        _sync(temporary)
+        os.replace(temporary, self.folder / LATEST)
+        _sync(self.folder)
+
+    def _prune(self, newest: str) -> None:
+        # Steps after the newest belong to an abandoned part of the run (resumed from an earlier checkpoint).
+        names = sorted(p.name for p in self.folder.glob("step_*") if p.is_dir())
+        stale = [n for n in names if n > newest] + [n for n in names if n <= newest][: -self.keep]
+        for name in stale:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint, verified file by file; None when there is none.
+
+        A rename is atomic, so every ``step_*`` folder is complete unless something else changed it.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged; names the file.
+        """
+        pointer = self.folder / LATEST
+        names = sorted(p.name for p in self.folder.glob("step_*") if p.is_dir())
+        if not names:
+            return None
+        pointed = pointer.read_text().strip() if pointer.is_file() else ""
+        # Killed between the rename and the pointer: the newest folder is complete and newer than the pointer.
+        path = self.folder / max(names[-1], pointed)
+        fix = f"Remove {path} to resume from the one before it, or use trainer.resume=never in a new run directory."
+        try:
+            record = json.loads((path / STATE).read_text())
+            files, step, state = record["files"], int(record["step"]), dict(record["state"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"cannot be read: {error}", where=str(path / STATE), fix=fix) from error
+        for name, entry in files.items():
+            file = path / name
+            if not file.is_file() or file.stat().st_size != entry["bytes"]:
+                raise CheckpointError("is missing or has the wrong size", where=str(file), fix=fix)
+            if _digest(file) != entry["sha256"]:
+                raise CheckpointError("does not have the bytes that were written", where=str(file), fix=fix)
+        return Checkpoint(path, step, state)
+
+
+def require_same_run(saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Refuse to continue a checkpoint under a configuration that would change its bits.
+
+    Args:
+        saved: :func:`run_identity` of the run that wrote the checkpoint.
+        config: the present configuration, nested.
+
+    Raises:
+        ConfigError: names the keys with both values.
+    """
+    now = run_identity(config)
+    keys = [k for k in sorted({*saved, *now}) if saved.get(k) != now.get(k)]
+    if keys:
+        shown = "; ".join(f"{k}: {saved.get(k)!r} in the checkpoint, {now.get(k)!r} now" for k in keys[:5])
+        raise ConfigError(
+            f"the checkpoint belongs to another configuration ({shown})",
+            where=keys[0],
+            fix="Restore these values, or start in a new hydra.run.dir.",
+        )
