@@ -139,6 +139,7 @@ def _algorithm(config: RunConfig) -> list[str]:
             "--lambd": algorithm.gae_lambda,
             "--value-clip": algorithm.value_clip,
             "--num-critic-only-steps": algorithm.critic_warmup_steps,
+            "--megatron-config-path": roles_path(config),
         }
     arguments = [str(item) for key, value in pairs.items() if value is not None for item in (key, value)]
     if algorithm.name == "ppo" and algorithm.whiten_advantages:
@@ -200,6 +201,19 @@ def _consistency(config: RunConfig) -> list[str]:
         *("--custom-megatron-before-log-prob-hook-path", "recipes.vime.init.before_log_prob"),
         *("--custom-megatron-before-train-step-hook-path", "recipes.vime.init.before_train_step"),
     ]
+
+
+def role_overrides(config: RunConfig) -> dict[str, list[dict[str, object]]] | None:
+    """vime's per-role file: PPO's critic has its own learning rate. ``None`` when one role is all there is."""
+    if config.algorithm.name != "ppo":
+        return None
+    entries = {"actor": {"lr": config.train.lr}, "critic": {"lr": config.train.critic_lr}}
+    return {"megatron": [{"name": role, "role": role, "overrides": values} for role, values in entries.items()]}
+
+
+def roles_path(config: RunConfig) -> Path:
+    """Where the launcher writes :func:`role_overrides`."""
+    return Path(config.trainer.output_dir) / "megatron_roles.yaml"
 
 
 def build(config: RunConfig, prompts: Path) -> list[str]:

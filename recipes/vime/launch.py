@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from omegaconf import OmegaConf
 
 from recipes.config import RunConfig
 from recipes.errors import ConfigError, DataError, EngineError
@@ -122,9 +125,14 @@ def prepare_prompts(config: RunConfig) -> Path:
     return target
 
 
-def _run(command: list[str], environment: dict[str, str], what: str) -> None:
-    import os
+def prepare_roles(config: RunConfig) -> None:
+    """Write the critic's own settings where vime reads them."""
+    overrides = arguments.role_overrides(config)
+    if overrides is not None:
+        OmegaConf.save(OmegaConf.create(overrides), arguments.roles_path(config))
 
+
+def _run(command: list[str], environment: dict[str, str], what: str) -> None:
     logger.info("%s: %s", what, shlex.join(command))
     result = subprocess.run(command, env={**os.environ, **environment}, check=False)
     if result.returncode:
@@ -172,6 +180,7 @@ def launch(config: RunConfig) -> int:
             "; ".join(failed), where="orchestrator=vime", fix="orchestrator.dry_run=true prints the command."
         )
     prepare_prompts(config)
+    prepare_roles(config)
     prepare_checkpoint(config, environment)
     address = config.orchestrator.ray_address
     if address is None:

@@ -1,0 +1,92 @@
+"""The argument lists vime receives. ``RLK_UPDATE_SNAPSHOTS=1`` rewrites the pinned ones after a deliberate change."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from recipes.errors import ConfigError
+from recipes.vime import arguments, launch
+from tests.vime.helpers import ARMS, run_config
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+PROMPTS = Path("/runs/r/prompts.jsonl")
+
+
+def as_text(argv: list[str]) -> str:
+    """One flag with its values a line."""
+    lines: list[list[str]] = []
+    for item in argv:
+        if item.startswith("--"):
+            lines.append([item])
+        else:
+            lines[-1].append(item)
+    return "".join(shlex.join(line) + "\n" for line in lines)
+
+
+@pytest.mark.parametrize(("algorithm", "hardware", "mode"), ARMS)
+def test_argument_list_is_the_pinned_one(algorithm: str, hardware: str, mode: str) -> None:
+    text = as_text(arguments.build(run_config(algorithm, hardware, mode), PROMPTS))
+    snapshot = SNAPSHOTS / f"{algorithm}_{hardware}_{mode}.txt"
+    if os.environ.get("RLK_UPDATE_SNAPSHOTS"):
+        snapshot.write_text(text, encoding="utf-8")
+    assert text == snapshot.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("hardware", ["h100", "mi300x"])
+def test_arms_differ_only_in_operators(hardware: str) -> None:
+    native, strict = (
+        set(as_text(arguments.build(run_config("grpo", hardware, mode), PROMPTS)).splitlines())
+        for mode in ("native", "strict")
+    )
+    names = {line.split()[0] for line in native ^ strict}
+    assert names == {
+        "--wandb-group",
+        "--attention-backend",
+        "--transformer-impl",
+        "--spec",
+        "--custom-megatron-init-path",
+        "--custom-megatron-before-log-prob-hook-path",
+        "--custom-megatron-before-train-step-hook-path",
+    }
+
+
+def test_no_flag_is_given_twice() -> None:
+    for arm in ARMS:
+        flags = [item for item in arguments.build(run_config(*arm), PROMPTS) if item.startswith("--")]
+        assert len(flags) == len(set(flags)), arm
+
+
+def test_vocabulary_padding_nests_for_every_tensor_parallel_size() -> None:
+    for tp, virtual in ((1, 8), (2, 8), (4, 8), (8, 8), (4, 4)):
+        config = run_config("grpo", "h100", "strict")
+        config.train.tensor_parallel_size, config.consistency.virtual_tp = tp, virtual
+        argv = arguments.build(config, PROMPTS)
+        step = int(argv[argv.index("--make-vocab-size-divisible-by") + 1]) * tp
+        assert -(-151936 // step) * step == config.model.padded_vocab_size(virtual)
+
+
+def test_model_path_is_required() -> None:
+    config = run_config("grpo", "h100", "strict")
+    config.model.path = None
+    with pytest.raises(ConfigError, match="model.path"):
+        arguments.build(config, PROMPTS)
+
+
+def test_launch_refuses_a_machine_without_gpus(tmp_path: Path) -> None:
+    config = run_config("grpo", "h100", "strict", output=str(tmp_path))
+    with pytest.raises(ConfigError, match="sees no GPU") as caught:
+        launch(config)
+    assert "orchestrator.vime_root" in str(caught.value)
+
+
+def test_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = run_config("grpo", "mi300x", "strict", output=str(tmp_path))
+    config.orchestrator.dry_run = True
+    assert launch(config) == 0
+    printed = capsys.readouterr().out
+    assert "RL_KERNEL_MODE=strict" in printed and "train.py --swiglu" in printed
+    assert not list(tmp_path.iterdir())
