@@ -72,8 +72,16 @@ _DOT = {
     "sm90": ("mma m*n*k16 bf16 -> fp32, ascending k",),
     "gfx942": ("v_mfma_f32_16x16x16_bf16 -> fp32, ascending k",),
 }
-_EXP = {"cpu": "rlk_expf (Cody-Waite, fp32 fma)", "sm90": "ex2.approx.f32 (exp2 of x*log2e)", "gfx942": "v_exp_f32"}
-_LOG = {"cpu": "rlk_logf (fp32 fma)", "sm90": "lg2.approx.f32 * ln2", "gfx942": "v_log_f32 * ln2"}
+_EXP = {
+    "cpu": "rlk_expf (Cody-Waite, fp32 fma)",
+    "sm90": "ex2.approx.f32 of the rounded product x*log2e",
+    "gfx942": "v_exp_f32 of the rounded product x*log2e",
+}
+_LOG = {
+    "cpu": "rlk_logf (fp32 fma)",
+    "sm90": "logf of the CUDA math library",
+    "gfx942": "v_log_f32 with two-term ln2 correction",
+}
 _KEY_BLOCK = {"cpu": 32, "sm90": 128, "gfx942": 64}
 _ELEMENTWISE = "fp32 add/mul/div/sqrt rounded separately (no contraction)"
 

@@ -1,0 +1,182 @@
+"""RMSNorm with fused residual add on GPUs: one row, one binary tree of squares, whatever the launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from rl_kernel.registry import Request
+from rl_kernel.triton_utils import (
+    device_guard,
+    divide,
+    gpu_only,
+    launch_row,
+    next_power_of_2,
+    options,
+    tree_sum,
+)
+
+_TOKENS_A_PARTIAL = 64  # tokens of one partial sum of the weight gradient: part of the arithmetic, not of the launch
+
+
+def supports(request: Request) -> str | None:
+    """``None`` when this backend can serve ``request``, else the reason why not."""
+    return gpu_only(request.family, request.op)
+
+
+@triton.jit
+def _forward(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, residual_out_ptr, rstd_ptr,
+    rows, heads, x_token_stride, x_head_stride, r_token_stride, eps,
+    H: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, P)
+    inside = (row < rows)[:, None] & (column < H)[None, :]
+    token, head = row // heads, row % heads
+    start = token.to(tl.int64) * x_token_stride + head * x_head_stride
+    x = tl.load(x_ptr + start[:, None] + column[None, :], mask=inside, other=0.0)
+    out = row.to(tl.int64)[:, None] * H + column[None, :]
+    if HAS_RESIDUAL:
+        residual = tl.load(
+            residual_ptr + row.to(tl.int64)[:, None] * r_token_stride + column[None, :], mask=inside, other=0.0
+        )
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(residual_out_ptr + out, x, mask=inside)
+    x = x.to(tl.float32)
+    variance = divide(tree_sum(x * x, ROWS, P), H * 1.0)
+    rstd = divide(1.0, tl.sqrt_rn(variance + eps))
+    weight = tl.load(weight_ptr + column, mask=column < H, other=0.0).to(tl.float32)
+    y = (x * rstd[:, None]) * weight[None, :]
+    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+
+
+def _rows_a_program(h: int, p: int, block: int) -> int:
+    return max(1, block // p)
+
+
+def _strides(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """``(x, heads, token stride, head stride)`` of [T, H] or [T, heads, H] with contiguous last dimension."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    if x.dim() == 2:
+        return x, 1, x.stride(0), 0
+    if x.dim() == 3:
+        return x, x.shape[1], x.stride(0), x.stride(1)
+    x = x.reshape(-1, x.shape[-1])
+    return x, 1, x.stride(0), 0
+
+
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """``y = round((s * rstd) * weight)`` with ``s = round(x + residual)`` and ``rstd = 1 / sqrt(tree(s^2) / H + eps)``.
+
+    Args:
+        x: [..., H], last dimension contiguous; may be a strided view [T, heads, H].
+        weight: [H].
+        eps: added to the mean square.
+        residual: [..., H] or ``None``.
+
+    Returns:
+        ``(y, residual_out or None, rstd)`` with rstd fp32 of shape [...].
+    """
+    shape, h = x.shape, x.shape[-1]
+    if residual is not None:
+        x, residual = x.reshape(-1, h), residual.reshape(-1, h)
+        if residual.stride(-1) != 1:
+            residual = residual.contiguous()
+    x, heads, token_stride, head_stride = _strides(x)
+    rows = x.numel() // h
+    y = torch.empty(shape, dtype=x.dtype, device=x.device)
+    residual_out = torch.empty_like(y) if residual is not None else None
+    rstd = torch.empty(shape[:-1], dtype=torch.float32, device=x.device)
+    if rows:
+        launch = launch_row("rms_norm", h)
+        p = next_power_of_2(h)
+        per = _rows_a_program(h, p, launch["block"])
+        with device_guard(x):
+            _forward[(triton.cdiv(rows, per),)](
+                x, residual, weight, y, residual_out, rstd, rows, heads, token_stride, head_stride,
+                residual.stride(0) if residual is not None else 0, eps,
+                h, p, per, residual is not None, **options(launch["warps"]),
+            )  # fmt: skip
+    return y, residual_out, rstd
+
+
+@triton.jit
+def _backward(
+    dy_ptr, dres_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, rows, x_row_stride,
+    H: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr, HAS_DRES: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    column = tl.arange(0, P)
+    valid = column < H
+    weight = tl.load(weight_ptr + column, mask=valid, other=0.0).to(tl.float32)
+    dweight = tl.zeros([P], dtype=tl.float32)
+    first = block.to(tl.int64) * TOKENS
+    for i in range(0, min(TOKENS, rows - block * TOKENS)):
+        row = first + i
+        at = row * H + column
+        dy = tl.load(dy_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * x_row_stride + column, mask=valid, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+        normed = x * rstd
+        dweight += dy * normed
+        scaled = dy * weight
+        mean = divide(tree_sum(tl.reshape(scaled * normed, [1, P]), 1, P), H * 1.0)
+        dx = (scaled - normed * mean) * rstd
+        if HAS_DRES:
+            dx += tl.load(dres_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=valid)
+    tl.store(partial_ptr + block.to(tl.int64) * H + column, dweight, mask=valid)
+
+
+@triton.jit
+def _sum_partials(partial_ptr, out_ptr, blocks, H, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for block in range(0, blocks):
+        total += tl.load(partial_ptr + block * H + column, mask=column < H, other=0.0)
+    tl.store(out_ptr + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
+
+
+def backward(
+    dy: torch.Tensor,
+    dres: torch.Tensor | None,
+    x_in: torch.Tensor,
+    weight: torch.Tensor,
+    rstd: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of :func:`forward` at ``x_in`` (the residual sum when there was one).
+
+    dX: ``(dy * w - n * mean(dy * w * n)) * rstd + dres`` with ``n = x * rstd``, one rounding. dW: tokens in blocks of
+    64, ascending inside a block, blocks ascending; no atomics.
+    """
+    h = x_in.shape[-1]
+    shape = x_in.shape
+    dy = dy.reshape(-1, h).contiguous()
+    x = x_in.reshape(-1, h)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    rows = x.shape[0]
+    dx = torch.empty(shape, dtype=x.dtype, device=x.device)
+    dweight = torch.empty(h, dtype=weight.dtype, device=x.device)
+    blocks = triton.cdiv(rows, _TOKENS_A_PARTIAL)
+    partial = torch.empty((blocks, h), dtype=torch.float32, device=x.device)
+    if dres is not None:
+        dres = dres.reshape(-1, h).contiguous()
+    p = next_power_of_2(h)
+    with device_guard(x):
+        if rows:
+            _backward[(blocks,)](
+                dy, dres, x, weight, rstd.reshape(-1), dx, partial, rows, x.stride(0),
+                h, p, _TOKENS_A_PARTIAL, dres is not None, **options(4 if p <= 2048 else 8),
+            )  # fmt: skip
+        _sum_partials[(triton.cdiv(h, 256),)](partial, dweight, blocks, h, 256, **options(4))
+    return dx, dweight
+
+
+__all__ = ["backward", "forward", "supports"]
