@@ -16,6 +16,22 @@ STABLE_TORCH_LIBRARY(rlk, m) {
   m.def("logp_finish(Tensor nodes, Tensor merges, int first_slot, Tensor m, Tensor z_target, Tensor(a!) out) -> ()");
   m.def("logp_dlogits(Tensor logits, Tensor temperature, Tensor targets, Tensor state, Tensor grads, int columns, Tensor(a!) out) -> ()");
   m.def("logp_log_softmax(Tensor logits, Tensor temperature, Tensor state, int columns, Tensor(a!) out) -> ()");
+  // linear
+  m.def("linear_forward(Tensor x, Tensor weight, int segments, ScalarType? out_dtype) -> Tensor");
+  m.def("linear_dgrad(Tensor dy, Tensor weight, int segments, int parts, ScalarType? out_dtype) -> Tensor");
+  m.def("linear_wgrad(Tensor dy, Tensor x, ScalarType? out_dtype) -> Tensor");
+  // rms_norm, rope, swiglu, embedding
+  m.def("rms_norm_forward(Tensor x, Tensor weight, float eps, Tensor? residual) -> (Tensor, Tensor, Tensor)");
+  m.def("rms_norm_backward(Tensor dy, Tensor? dres, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)");
+  m.def("rope(Tensor x, Tensor positions, Tensor cache, bool inverse) -> Tensor");
+  m.def("swiglu_forward(Tensor gate_up) -> Tensor");
+  m.def("swiglu_backward(Tensor dy, Tensor gate_up) -> Tensor");
+  m.def("embedding_forward(Tensor ids, Tensor weight, int vocab_start_index) -> Tensor");
+  m.def("embedding_backward(Tensor dy, Tensor ids, int num_rows, int vocab_start_index) -> Tensor");
+  // attention
+  m.def("attention_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, float scale) -> (Tensor, Tensor)");
+  m.def("attention_varlen_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_q, Tensor cu_k, float scale) -> (Tensor, Tensor, Tensor)");
+  m.def("attention_paged_forward(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_q, Tensor seq_lens, float scale) -> Tensor");
 }
 
 // An empty module: importing rl_kernel._C loads the library, which registers the operators above.

@@ -8,26 +8,38 @@ from __future__ import annotations
 from rl_kernel.contract import contract_for, fingerprint, padded_vocab_size, require_equal
 from rl_kernel.errors import ContractError, RLKernelError, UnsupportedError
 from rl_kernel.ops.collectives import all_gather, all_reduce, copy_to_group, reduce_scatter
+from rl_kernel.ops.embedding import embedding
+from rl_kernel.ops.linear import column_parallel_linear, linear
 from rl_kernel.ops.logp import LinearLogpOutput, log_softmax, logp
+from rl_kernel.ops.rms_norm import rms_norm
+from rl_kernel.ops.rope import build_cos_sin_cache, rope
+from rl_kernel.ops.swiglu import swiglu
 from rl_kernel.registry import explain, get_mode, set_mode
 
 __all__ = [
-    "LinearLogpOutput",
     "ContractError",
+    "LinearLogpOutput",
     "RLKernelError",
     "UnsupportedError",
     "all_gather",
     "all_reduce",
+    "build_cos_sin_cache",
+    "column_parallel_linear",
     "contract_for",
     "copy_to_group",
+    "embedding",
     "explain",
     "fingerprint",
     "get_mode",
+    "linear",
     "log_softmax",
     "logp",
     "padded_vocab_size",
     "reduce_scatter",
     "require_equal",
+    "rms_norm",
+    "rope",
     "set_mode",
+    "swiglu",
 ]
 __version__ = "0.1.0"

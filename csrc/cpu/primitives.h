@@ -101,6 +101,18 @@ RLK_INLINE void store8(bf16* p, V8 x, int n) {
   for (int i = 0; i < n; ++i) p[i] = buffer[i];
 }
 
+// load8 and store8 with a cheap path for whole vectors.
+template <class T>
+RLK_INLINE V8 read(const T* p, int lanes) { return lanes == 8 ? load8(p) : load8(p, lanes); }
+template <class T>
+RLK_INLINE void write(T* p, V8 x, int lanes) {
+  if (lanes == 8) {
+    store8(p, x);
+  } else {
+    store8(p, x, lanes);
+  }
+}
+
 template <class T>
 RLK_INLINE V8 round_to(V8 x) {
   if constexpr (sizeof(T) == 4) return x;

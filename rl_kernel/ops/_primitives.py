@@ -29,6 +29,17 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float64).float()
 
 
+def sqrt(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded fp32 square root. ``torch.sqrt`` is not: its vector library may be off by one ulp."""
+    return x.double().sqrt().float()
+
+
+def divide(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
+    """Correctly rounded fp32 ``a / b``, by way of float64 (twice the bits and two more: rounding twice is harmless)."""
+    a, b = (torch.as_tensor(v, dtype=torch.float32).double() for v in (a, b))
+    return (a / b).float()
+
+
 def tree_sum(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """``((x0+x1)+(x2+x3))+...`` along ``dim``, padded with +0.0 to a power of two; an empty ``dim`` gives +0.0."""
     x = x.movedim(dim, -1)

@@ -1,0 +1,164 @@
+// y = x W^T, dX = dY W and dW = dY^T X in the orders of the contract (see rl_kernel/ops/linear/reference.py).
+#include "cpu/gemm.h"
+
+namespace rlk {
+namespace {
+
+RLK_INLINE void transpose8(V8 r[8]) {
+  __m256 t[8], u[8];
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = _mm256_unpacklo_ps(r[2 * i].v, r[2 * i + 1].v);
+    t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i].v, r[2 * i + 1].v);
+  }
+  for (int i = 0; i < 2; ++i) {
+    u[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+    u[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+    u[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+    u[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i].v = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+    r[i + 4].v = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+  }
+}
+
+// Rows n0.. of W [N, K] as a panel: step i of lane j of segment s holds W[n0 .. n0+15, s*length + 16 i + j].
+template <class T>
+void pack_rows(const T* w, int64_t k, int64_t segments, int64_t n0, int columns, float* panel) {
+  const int64_t length = k / segments;
+  for (int64_t s = 0; s < segments; ++s, panel += length * kTileN) {
+    const T* base = w + n0 * k + s * length;
+    auto row_of = [&](int64_t lane, int64_t i) {  // lanes below length % 16 have one step more
+      const int64_t full = length / 16, extra = length % 16;
+      return panel + (lane * full + std::min(lane, extra) + i) * kTileN;
+    };
+    int64_t k0 = 0;
+    if (columns == kTileN) {
+      for (; k0 + 16 <= length; k0 += 16) {
+        for (int half = 0; half < 4; ++half) {
+          const int kk = (half & 1) * 8, nn = (half >> 1) * 8;
+          V8 r[8];
+          for (int i = 0; i < 8; ++i) r[i] = load8(base + (nn + i) * k + k0 + kk);
+          transpose8(r);
+          for (int i = 0; i < 8; ++i) store8(row_of(kk + i, k0 / 16) + nn, r[i]);
+        }
+      }
+    }
+    for (; k0 < length; ++k0) {
+      float* to = row_of(k0 % 16, k0 / 16);
+      for (int i = 0; i < kTileN; ++i) to[i] = i < columns ? to_float(base[i * k + k0]) : 0.0f;
+    }
+  }
+}
+
+// Few rows of x: no packing, dots along W's own rows. The same bits as the tile: dot16 in each segment, tree over both.
+template <class X, class T, class Out>
+void few_rows(const X* x, const T* w, int64_t m, int64_t n, int64_t k, int64_t segments, Out* y) {
+  const int64_t length = k / segments;
+  parallel_for(n, 4.0 * double(k) * double(m) / 8.0, [=](int64_t begin, int64_t end) {
+    float part[8];
+    for (int64_t j = begin; j < end; ++j) {
+      for (int64_t i = 0; i < m; ++i) {
+        for (int64_t s = 0; s < segments; ++s) part[s] = dot16(x + i * k + s * length, w + j * k + s * length, length);
+        y[i * n + j] = from_float<Out>(tree(part, segments));
+      }
+    }
+  });
+}
+
+ScalarType output_type(std::optional<ScalarType> asked, const Tensor& like) { return asked.value_or(like.scalar_type()); }
+
+// x [M, K], weight [N, K] -> [M, N]
+Tensor linear_forward(const Tensor& x_, const Tensor& weight_, int64_t segments, std::optional<ScalarType> out_dtype) {
+  Tensor x = dense(x_), weight = dense(weight_);
+  const int64_t m = x.size(0), k = x.size(1), n = weight.size(0);
+  STD_TORCH_CHECK(weight.size(1) == k, "linear: x has K=", k, " and weight has K=", weight.size(1));
+  STD_TORCH_CHECK(segments >= 1 && segments <= 8 && (segments & (segments - 1)) == 0 && k % segments == 0,
+                  "linear: segments=", segments, " must be 1, 2, 4 or 8 and divide K=", k);
+  Tensor y = torch::stable::new_empty(x, {m, n}, output_type(out_dtype, x));
+  dispatch(weight.scalar_type(), "linear weight", [&](auto wt) {
+    using W = decltype(wt);
+    dispatch(y.scalar_type(), "linear output", [&](auto ot) {
+      using Out = decltype(ot);
+      const W* w = data<W>(weight);
+      if (m <= 3) {
+        dispatch(x.scalar_type(), "linear x", [&](auto xt) {
+          using X = decltype(xt);
+          few_rows(data<X>(x), w, m, n, k, segments, data<Out>(y));
+        });
+        return;
+      }
+      Tensor keep;
+      gemm(as_fp32(x, &keep), k, 1, m, n, dot16_order(k, segments), data<Out>(y),
+           [=](int64_t n0, int columns, float* panel) { pack_rows(w, k, segments, n0, columns, panel); });
+    });
+  });
+  return y;
+}
+
+// Columns n0.. of B [R, N] in the order of traversal.
+template <class T>
+void pack_columns(const T* b, int64_t n, const Order& order, int64_t n0, int columns, float* panel) {
+  for (const Run& run : order.runs) {
+    for (int64_t i = 0; i < run.count; ++i, panel += kTileN) {
+      const T* row = b + (run.start + i * run.step) * n + n0;
+      if (columns == kTileN) {
+        store8(panel, load8(row));
+        store8(panel + 8, load8(row + 8));
+      } else {
+        for (int j = 0; j < kTileN; ++j) panel[j] = j < columns ? to_float(row[j]) : 0.0f;
+      }
+    }
+  }
+}
+
+
+void gemm_columns(const Tensor& a, int64_t stride_m, int64_t stride_r, int64_t m, const Tensor& b, const Order& order,
+                  const Tensor& out) {
+  const int64_t n = b.size(1);
+  Tensor keep;
+  const float* pa = as_fp32(a, &keep);
+  dispatch(b.scalar_type(), "linear", [&](auto bt) {
+    using B = decltype(bt);
+    dispatch(out.scalar_type(), "linear gradient", [&](auto ot) {
+      using Out = decltype(ot);
+      const B* pb = data<B>(b);
+      gemm(pa, stride_m, stride_r, m, n, order, data<Out>(out),
+           [&order, pb, n](int64_t n0, int columns, float* panel) { pack_columns(pb, n, order, n0, columns, panel); });
+    });
+  });
+}
+
+// dy [M, N], weight [N, K] -> dx [M, K]; N in `segments` leaves, each the same slice of every one of `parts` parts
+Tensor linear_dgrad(const Tensor& dy_, const Tensor& weight_, int64_t segments, int64_t parts,
+                    std::optional<ScalarType> out_dtype) {
+  Tensor dy = dense(dy_), weight = dense(weight_);
+  const int64_t m = dy.size(0), n = dy.size(1), k = weight.size(1);
+  STD_TORCH_CHECK(weight.size(0) == n, "linear: dY has N=", n, " and weight has N=", weight.size(0));
+  STD_TORCH_CHECK(segments >= 1 && segments <= 8 && (segments & (segments - 1)) == 0 && parts >= 1 &&
+                      n % (segments * parts) == 0,
+                  "linear: grad_segments=", segments, " must be 1, 2, 4 or 8, and times parts=", parts,
+                  " divide N=", n);
+  Tensor dx = torch::stable::new_empty(dy, {m, k}, output_type(out_dtype, dy));
+  gemm_columns(dy, n, 1, m, weight, ascending_order(n, segments, parts), dx);
+  return dx;
+}
+
+// dy [T, N], x [T, K] -> dw [N, K]
+Tensor linear_wgrad(const Tensor& dy_, const Tensor& x_, std::optional<ScalarType> out_dtype) {
+  Tensor dy = dense(dy_), x = dense(x_);
+  const int64_t t = dy.size(0), n = dy.size(1), k = x.size(1);
+  STD_TORCH_CHECK(x.size(0) == t, "linear: dY has ", t, " tokens and x has ", x.size(0));
+  Tensor dw = torch::stable::new_empty(x, {n, k}, output_type(out_dtype, x));
+  gemm_columns(dy, 1, n, n, x, ascending_order(t, 1, 1), dw);
+  return dw;
+}
+
+}  // namespace
+}  // namespace rlk
+
+STABLE_TORCH_LIBRARY_IMPL(rlk, CPU, m) {
+  m.impl("linear_forward", TORCH_BOX(&rlk::linear_forward));
+  m.impl("linear_dgrad", TORCH_BOX(&rlk::linear_dgrad));
+  m.impl("linear_wgrad", TORCH_BOX(&rlk::linear_wgrad));
+}

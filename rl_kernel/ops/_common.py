@@ -1,0 +1,49 @@
+"""Checks and helpers shared by the operators."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernel.errors import ContractError
+from rl_kernel.registry import Request
+
+CPU_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def supports_cpu(request: Request) -> str | None:
+    """Reason why the cpu family's arithmetic cannot serve ``request``; ``None`` when it can."""
+    if request.family != "cpu":
+        return f"computes the arithmetic of the cpu family, not of {request.family}"
+    if request.dtype not in CPU_DTYPES:
+        return f"dtype must be float32 or bfloat16, got {request.dtype}"
+    return None
+
+
+def need(condition: bool, message: str) -> None:
+    """Raise :class:`ContractError` with ``message`` unless ``condition`` holds."""
+    if not condition:
+        raise ContractError(message)
+
+
+def group_size(group: object | None) -> int:
+    """Number of ranks of a process group; ``None`` is a group of one."""
+    if group is None:
+        return 1
+    import torch.distributed as dist
+
+    return dist.get_world_size(group)  # type: ignore[arg-type]
+
+
+def local_segments(name: str, segments: int, ranks: int) -> int:
+    """Leaves of the segment tree that one of ``ranks`` ranks owns.
+
+    Raises:
+        ContractError: ``segments`` is not 1, 2, 4 or 8, or not a multiple of ``ranks``.
+    """
+    need(segments in (1, 2, 4, 8), f"{name}={segments} must be 1, 2, 4 or 8")
+    need(
+        segments % ranks == 0,
+        f"{name}={segments} must be a multiple of the tensor-parallel size {ranks}: a rank owns whole leaves. "
+        f"Raise consistency.virtual_tp to at least {ranks}",
+    )
+    return segments // ranks

@@ -1,0 +1,87 @@
+"""Public rope and the table that both engines build the same way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_kernel import registry
+from rl_kernel.ops._common import need
+
+__all__ = ["build_cos_sin_cache", "rope"]
+
+
+def build_cos_sin_cache(
+    max_pos: int, dim: int, base: float, *, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Table [max_pos, dim] float32 = cat(cos, sin) of ``position * base^(-2 i / dim)``, i < dim / 2.
+
+    Built on the CPU in float64 and rounded once, so that every engine and device holds the same bytes.
+    """
+    need(dim % 2 == 0 and dim > 0, f"build_cos_sin_cache: dim={dim} must be even and positive")
+    inverse = torch.tensor(base, dtype=torch.float64) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angles = torch.arange(max_pos, dtype=torch.float64)[:, None] * inverse[None, :]
+    return torch.cat((angles.cos(), angles.sin()), -1).float().to(device)
+
+
+def _module(x: torch.Tensor) -> Any:
+    return registry.resolve("rope", x.device, x.dtype).module
+
+
+@torch.library.custom_op("rl_kernel::rope", mutates_args=())
+def _rope(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
+    return _module(x).forward(x, positions, cos_sin_cache)
+
+
+@torch.library.custom_op("rl_kernel::rope_backward", mutates_args=())
+def _rope_backward(dy: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
+    return _module(dy).backward(dy, positions, cos_sin_cache)
+
+
+@_rope.register_fake
+@_rope_backward.register_fake
+def _(x, positions, cos_sin_cache):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape)
+
+
+def _setup(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple:
+    return torch.ops.rl_kernel.rope_backward(dy, *ctx.saved_tensors), None, None
+
+
+_rope.register_autograd(_backward, setup_context=_setup)
+
+
+def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs (i, i + D/2) of every head by the angle of the token's position.
+
+    Args:
+        x: [T, h, D] float32 or bfloat16 (cpu family).
+        positions: [T] int64 or int32, each in [0, max_pos).
+        cos_sin_cache: [max_pos, D] float32 from :func:`build_cos_sin_cache`.
+
+    Returns:
+        [T, h, D]: fp32 with every product and sum rounded, one rounding to x's dtype.
+
+    Raises:
+        ContractError: shapes or dtypes do not fit, or (cpu) a position lies outside the table.
+
+    Guarantee: a head's bits depend on that head and its position only.
+    """
+    need(x.dim() == 3, f"rope: x must be [T, heads, D], got shape {tuple(x.shape)}")
+    need(
+        cos_sin_cache.dim() == 2 and cos_sin_cache.shape[1] == x.shape[2] and cos_sin_cache.dtype == torch.float32,
+        f"rope: cos_sin_cache {tuple(cos_sin_cache.shape)} {cos_sin_cache.dtype} must be [max_pos, {x.shape[2]}] fp32",
+    )
+    need(positions.shape == x.shape[:1], f"rope: positions {tuple(positions.shape)} must be [{x.shape[0]}]")
+    if x.device.type == "cpu" and positions.numel():
+        low, high = (int(v) for v in torch.aminmax(positions))
+        need(
+            low >= 0 and high < cos_sin_cache.shape[0],
+            f"rope: positions {low} to {high} must lie in [0, {cos_sin_cache.shape[0]}), the rows of cos_sin_cache",
+        )
+    return torch.ops.rl_kernel.rope(x, positions, cos_sin_cache)

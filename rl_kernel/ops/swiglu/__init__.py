@@ -1,0 +1,5 @@
+"""SwiGLU activation: silu(gate) * up."""
+
+from rl_kernel.ops.swiglu.op import swiglu
+
+__all__ = ["swiglu"]
