@@ -14,7 +14,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of ``tensor`` in row-major order (bit patterns: -0.0 and NaN payloads are kept)."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def content_hash(named: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -1,0 +1,563 @@
+"""Rollout with vLLM: sample responses and return, bit for bit, the log-probability of every sampled token.
+
+:func:`register` is the ``vllm.general_plugins`` entry point that replaces vLLM's numeric layers by rl_kernel's;
+:class:`VllmEngine` is the in-process engine of the loop. The rooms beside this file hold the layers
+(``vllm_layers``), attention (``vllm_attention``), sampling (``vllm_sampler``) and weights (``vllm_weights``).
+vLLM is imported only when one of the two is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import rl_kernel
+from recipes.engines.types import Sample, SamplingParams
+from recipes.engines.weights import EMBEDDING, TIED_HEAD, content_hash
+from recipes.errors import ConfigError, DataError, EngineError, RecipeError, WeightSyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from recipes.config import ConsistencyConfig, ModelConfig, RolloutConfig
+
+BITWISE_MODES = ("strict", "audit")
+_SEED_LIMIT = 1 << 63
+
+
+def register() -> None:
+    """Plug rl_kernel into vLLM (idempotent; every vLLM process calls it).
+
+    Nothing changes for an engine that does not ask: see ``vllm_layers.active_settings``. An engine asks with
+    ``additional_config={"rl_kernel": {"mode": "strict", "virtual_tp": 2}}`` or with the variables ``RL_KERNEL_MODE``
+    and ``RL_KERNEL_VIRTUAL_TP``.
+
+    Raises:
+        EngineError: this vLLM lacks an extension point, named in the message.
+    """
+    from recipes.engines import vllm_attention, vllm_layers, vllm_sampler
+
+    vllm_layers.install()
+    vllm_attention.install()
+    vllm_sampler.install()
+
+
+def hf_config(model: ModelConfig) -> dict[str, Any]:
+    """Hugging Face configuration of ``model``: its own when it has a path, otherwise built from the fields."""
+    if model.path is not None:
+        local = Path(model.path) / "config.json"
+        if local.is_file():
+            return json.loads(local.read_text(encoding="utf-8"))
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(model.path).to_dict()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{model.path!r} has no readable config.json ({error})",
+                where="model.path",
+                fix="Give a Hugging Face folder or hub name, or null for random weights.",
+            ) from error
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_dim": model.head_dim,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rope_theta": model.rope_theta,
+        "rms_norm_eps": model.rms_norm_eps,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "initializer_range": model.init_std,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": model.dtype,
+    }
+
+
+def check_sampling(mode: str, *, temperature: float, top_p: float, top_k: int) -> None:
+    """Refuse parameters under which rollout and training log-probabilities differ by definition.
+
+    Raises:
+        ConfigError: names the parameter.
+    """
+    if not (math.isfinite(temperature) and temperature > 0.0):
+        raise ConfigError(f"{temperature!r} must be a finite number above 0", where="rollout.temperature")
+    if mode not in BITWISE_MODES:
+        return
+    for name, value, off in (("top_p", top_p, 1.0), ("top_k", top_k, 0)):
+        if value != off:
+            raise ConfigError(
+                f"{value!r} truncates and renormalises the distribution that tokens are drawn from, the trainer's "
+                f"log-probability does not, and consistency={mode} compares them bit for bit",
+                where=f"rollout.{name}",
+                fix=f"Use rollout.{name}={off:g}, or consistency=native.",
+            )
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    saved = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class VllmEngine:
+    """vLLM in this process (and one worker process per rank when the tensor-parallel size is above 1).
+
+    The engine starts with vLLM's placeholder weights and refuses to generate until :meth:`update_weights` succeeded.
+
+    Guarantee under strict and audit: a sample, its tokens and its log-probabilities are a function of (weights, prompt,
+    seed, temperature) alone; batch, chunked prefill, prefix hits, preemption and tensor parallelism change no bit.
+
+    Args:
+        model: the model; its ``dtype`` is the dtype of weights, activations and cache.
+        rollout: sizes of the engine and the default sampling parameters.
+        consistency: the mode, and the number S of segments of row-parallel reductions.
+        seed: vLLM's own seed; samples depend on the seeds given to :meth:`generate` only.
+
+    Raises:
+        ConfigError: a combination that cannot be strict, or an engine size that vLLM refuses.
+        EngineError: vLLM lacks an extension point, or built a layer that is not replaced.
+    """
+
+    def __init__(
+        self, model: ModelConfig, rollout: RolloutConfig, consistency: ConsistencyConfig, seed: int = 0
+    ) -> None:
+        self.mode = consistency.mode
+        self.bitwise = self.mode in BITWISE_MODES
+        self.active = self.mode != "native"
+        self.model, self.rollout = model, rollout
+        self.virtual_tp = consistency.virtual_tp or rollout.tensor_parallel_size
+        check_sampling(self.mode, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+        if self.active and self.virtual_tp % rollout.tensor_parallel_size:
+            raise ConfigError(
+                f"{self.virtual_tp} is not a multiple of rollout.tensor_parallel_size={rollout.tensor_parallel_size}",
+                where="consistency.virtual_tp",
+                fix="Use the larger tensor-parallel size of rollout and training, or leave it null.",
+            )
+        self.weight_version = -1
+        self.weight_hash: str | None = None
+        self._usable = False  # whether the weights are the ones of weight_version, all of them
+        self._broken: str | None = None
+        self._generated = {"tokens": 0, "seconds": 0.0}
+        self._llm: Any = None
+        self._directory = tempfile.mkdtemp(prefix="rl-kernel-vllm-")
+        try:
+            self._start(seed)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start(self, seed: int) -> None:
+        model, rollout = self.model, self.rollout
+        self.hf_config = hf_config(model)
+        (Path(self._directory) / "config.json").write_text(json.dumps(self.hf_config), encoding="utf-8")
+        self.vocab_size = int(self.hf_config["vocab_size"])
+        self.tied = bool(self.hf_config.get("tie_word_embeddings", False))
+        # In this process; sampling through the replaced sampler; threads placed by whoever starts this process.
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise EngineError(
+                f"vLLM cannot be imported ({error})", where="rollout", fix="Install it: see README.md, 'Install'."
+            ) from error
+        from vllm.platforms import current_platform
+
+        from recipes.engines.vllm_layers import CONFIG_KEY, clear_shared_layers
+
+        register()
+        clear_shared_layers()
+        options: dict[str, Any] = {
+            "model": self._directory,
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": model.dtype,
+            "seed": seed,
+            "tensor_parallel_size": rollout.tensor_parallel_size,
+            "distributed_executor_backend": "uni" if rollout.tensor_parallel_size == 1 else "mp",
+            "max_model_len": rollout.context_len,
+            "max_num_seqs": rollout.max_num_seqs,
+            "max_num_batched_tokens": rollout.max_num_batched_tokens,
+            "enable_chunked_prefill": True,
+            "enable_prefix_caching": rollout.enable_prefix_caching,
+            "block_size": rollout.block_size,
+            "enforce_eager": rollout.enforce_eager,
+            "logprobs_mode": "processed_logprobs",
+            "logits_processors": ["recipes.engines.vllm_sampler:SeedState"],
+            "worker_extension_cls": "recipes.engines.vllm_weights.WorkerExtension",
+            "additional_config": {CONFIG_KEY: {"mode": self.mode, "virtual_tp": self.virtual_tp}},
+            "disable_log_stats": False,
+        }
+        if rollout.kv_cache_bytes:
+            options["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
+        else:
+            options["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        threads = {"OMP_NUM_THREADS": str(rollout.num_threads)} if current_platform.is_cpu() else {}
+        if threads and rollout.tensor_parallel_size == 1:
+            torch.set_num_threads(rollout.num_threads)
+        try:
+            with _environment(threads):
+                self._llm = LLM(**options)
+        except RecipeError:
+            raise
+        except ValueError as error:  # vLLM's word for a size that does not fit
+            raise ConfigError(
+                f"vLLM refuses the engine: {error}",
+                where="rollout",
+                fix="Adjust rollout.max_model_len, kv_cache_bytes, block_size or max_num_batched_tokens.",
+            ) from error
+        except Exception as error:
+            raise EngineError(f"vLLM did not start: {error}", where="rollout") from error
+        self._inspect()
+
+    def _inspect(self) -> None:
+        reports = self._rpc("rl_kernel_describe")
+        first = reports[0]
+        if first["unknown"]:
+            raise EngineError(
+                f"parameters of {', '.join(first['unknown'][:4])} cannot be checked after a weight update",
+                where="model",
+                fix="Use a dense Qwen3-style model.",
+            )
+        for rank, report in enumerate(reports):
+            if self.active and (report["stock"] or (self.bitwise and not report["sampler"])):
+                left = report["stock"][:4] or ["the sampler"]
+                raise EngineError(
+                    f"rank {rank} kept stock vLLM operators in {', '.join(left)}",
+                    where=f"consistency={self.mode}",
+                    fix="Use a dense Qwen3-style model, or consistency=native.",
+                )
+            if not self.active and (report["replaced"] or report["sampler"]):
+                raise EngineError(f"rank {rank} replaced operators in native mode", where="consistency=native")
+        self.tensors: dict[str, tuple[tuple[int, ...], str]] = first["tensors"]
+        self.replaced: dict[str, int] = first["replaced"]
+        self.device = torch.device(first["device"])
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        return self._llm.collective_rpc(method, args=args)
+
+    # Generation
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        *,
+        weight_version: int | None = None,
+    ) -> list[Sample]:
+        """Draw ``params.n`` responses to each prompt.
+
+        Args:
+            prompts: token ids.
+            params: sampling parameters, the same for all.
+            seeds: ``len(prompts) * params.n`` integers in [0, 2**63), prompt by prompt. Equal (weights, prompt, seed,
+                temperature) give equal samples.
+            weight_version: the version the caller expects; another one is an error.
+
+        Returns:
+            Samples in the order of ``seeds``.
+
+        Raises:
+            ConfigError: the parameters are refused under this mode.
+            DataError: a prompt is empty, longer than the context, or holds a token outside the vocabulary.
+            WeightSyncError: the engine does not hold ``weight_version``.
+            EngineError: vLLM failed, or returned a log-probability that is missing or not finite.
+        """
+        self._check_ready(weight_version)
+        check_sampling(self.mode, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k)
+        token_ids = [[int(token) for token in prompt] for prompt in prompts]
+        self._check_prompts(token_ids)
+        if len(seeds) != len(token_ids) * params.n:
+            raise ConfigError(
+                f"{len(seeds)} seeds for {len(token_ids)} prompts with n={params.n}",
+                where="generate",
+                fix=f"Give {len(token_ids) * params.n}.",
+            )
+        bad = next((seed for seed in seeds if not 0 <= int(seed) < _SEED_LIMIT), None)
+        if bad is not None:
+            raise ConfigError(f"seed {bad!r} is outside [0, 2**63)", where="generate")
+        if not token_ids:
+            return []
+        requests = [{"prompt_token_ids": prompt} for prompt in token_ids for _ in range(params.n)]
+        start = time.perf_counter()
+        try:
+            outputs = self._llm.generate(requests, [self._vllm_params(params, int(s)) for s in seeds], use_tqdm=False)
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise EngineError(f"vLLM failed while generating: {self._broken}", where="rollout") from error
+        samples = [self._sample(output, index, params.n) for index, output in enumerate(outputs)]
+        self._generated["seconds"] += time.perf_counter() - start
+        self._generated["tokens"] += sum(len(sample.response_ids) for sample in samples)
+        return samples
+
+    def _check_ready(self, weight_version: int | None) -> None:
+        if self._llm is None:
+            raise EngineError("the engine was shut down", where="rollout")
+        if self._broken is not None:
+            raise EngineError(f"the engine failed before ({self._broken})", where="rollout", fix="Start a new engine.")
+        if not self._usable:
+            raise EngineError(
+                "the engine holds placeholder weights, or those of a weight update that failed",
+                where="rollout",
+                fix="Call update_weights first.",
+            )
+        if weight_version is not None and weight_version != self.weight_version:
+            raise WeightSyncError(
+                f"the engine holds weights of version {self.weight_version}, version {weight_version} is expected",
+                where="rollout",
+                fix="Call update_weights before generating.",
+            )
+
+    def _check_prompts(self, prompts: list[list[int]]) -> None:
+        limit = self.rollout.context_len
+        for index, prompt in enumerate(prompts):
+            where = f"prompt {index}"
+            if not prompt:
+                raise DataError("the prompt is empty", where=where, fix="Drop the data line.")
+            if len(prompt) >= limit:
+                raise DataError(
+                    f"{len(prompt)} tokens leave no room for a response in a context of {limit}",
+                    where=where,
+                    fix="Drop the data line, or raise rollout.max_model_len.",
+                )
+            bad = next((token for token in prompt if not 0 <= token < self.vocab_size), None)
+            if bad is not None:
+                raise DataError(
+                    f"token id {bad} is outside the vocabulary of {self.vocab_size}",
+                    where=where,
+                    fix="Check that the tokenizer belongs to the model.",
+                )
+
+    def _vllm_params(self, params: SamplingParams, seed: int) -> Any:
+        from vllm import SamplingParams as VllmSamplingParams
+
+        from recipes.engines.vllm_sampler import SEED_KEY
+
+        return VllmSamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            max_tokens=params.max_tokens,
+            stop_token_ids=list(params.stop_token_ids),
+            ignore_eos=params.ignore_eos,
+            logprobs=0,
+            detokenize=False,
+            extra_args={SEED_KEY: seed},
+        )
+
+    def _sample(self, output: Any, index: int, n: int) -> Sample:
+        prompt_index, sample_index = divmod(index, n)
+        where = f"sample {sample_index} of prompt {prompt_index}"
+        completion = output.outputs[0]
+        tokens = tuple(int(token) for token in completion.token_ids)
+        if completion.logprobs is None or len(completion.logprobs) != len(tokens):
+            count = 0 if completion.logprobs is None else len(completion.logprobs)
+            raise EngineError(f"{count} log-probabilities for {len(tokens)} sampled tokens", where=where)
+        logp = np.empty(len(tokens), np.float32)
+        for position, (token, entry) in enumerate(zip(tokens, completion.logprobs, strict=True)):
+            value = entry.get(token)
+            if value is None:
+                raise EngineError(f"no log-probability for token {token} at position {position}", where=where)
+            # vLLM carries the fp32 value as a Python float, which holds it exactly: this rounds nothing.
+            logp[position] = value.logprob
+        finite = np.isfinite(logp)
+        if not finite.all():
+            position = int(np.argmin(finite))
+            raise EngineError(
+                f"the log-probability at position {position} is {logp[position]}: the logits hold NaN or infinity",
+                where=where,
+                fix="Check the weights of this step, the learning rate and the gradient norm.",
+            )
+        if any(token >= self.vocab_size for token in tokens):
+            raise EngineError(f"token {max(tokens)} is vocabulary padding", where=where)
+        return Sample(
+            prompt_ids=tuple(output.prompt_token_ids),
+            response_ids=tokens,
+            rollout_logp=logp,
+            prompt_index=prompt_index,
+            sample_index=sample_index,
+            weight_version=self.weight_version,
+            finish_reason=str(completion.finish_reason),
+        )
+
+    # Weights
+
+    def update_weights(self, named: Mapping[str, torch.Tensor], version: int, expected_hash: str | None = None) -> str:
+        """Load full Hugging Face tensors into every rank, prove it, and forget every cached prefix.
+
+        After loading, each rank compares its parameters byte by byte with ``named``. Until that succeeded the engine
+        refuses to generate.
+
+        Args:
+            named: all tensors of the model, in the model's dtype. ``lm_head.weight`` of a tied model may be left out.
+            version: not below the version of the last update.
+            expected_hash: ``content_hash`` on the training side; another content is an error.
+
+        Returns:
+            ``content_hash`` of ``named`` (without a tied LM head).
+
+        Raises:
+            WeightSyncError: a tensor is missing, unknown, of another shape or dtype, not finite, or not what a rank
+                holds afterwards; or the version is stale. The message names the tensor.
+        """
+        if self._llm is None or self._broken is not None:
+            self._check_ready(None)
+        tensors = self._checked(dict(named), version)
+        found = content_hash(tensors)
+        if expected_hash is not None and found != expected_hash:
+            raise WeightSyncError(
+                f"the tensors hash to {found[:16]}, the trainer's weights of version {version} to {expected_hash[:16]}",
+                where="update_weights",
+                fix="Export the weights again after the optimizer step.",
+            )
+        self._usable = False
+        if self.tied and TIED_HEAD in self.tensors:  # vLLM keeps a second copy
+            tensors[TIED_HEAD] = tensors[EMBEDDING]
+        for rank, wrong in enumerate(self._rpc("rl_kernel_load", tensors, self.active)):
+            if wrong:
+                more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+                raise WeightSyncError(
+                    f"rank {rank} does not hold the given weights: {'; '.join(wrong[:4])}{more}",
+                    where=f"update_weights, version {version}",
+                    fix="Start a new engine; the weights of this one are undefined.",
+                )
+        if not self._llm.reset_prefix_cache():
+            raise EngineError(
+                "the prefix cache cannot be reset, so answers could mix two versions of the weights",
+                where=f"update_weights, version {version}",
+                fix="Update the weights when no request is running.",
+            )
+        self.weight_version, self.weight_hash, self._usable = version, found, True
+        return found
+
+    def _checked(self, tensors: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+        where = f"update_weights, version {version}"
+        if version < 0 or version < self.weight_version:
+            raise WeightSyncError(
+                f"version {version} is older than {self.weight_version}, which the engine holds", where=where
+            )
+        if self.tied and TIED_HEAD in tensors:
+            from recipes.engines.weights import tensor_bytes
+
+            head = tensors.pop(TIED_HEAD)
+            if EMBEDDING in tensors and tensor_bytes(head) != tensor_bytes(tensors[EMBEDDING]):
+                raise WeightSyncError(
+                    f"{TIED_HEAD} differs from {EMBEDDING}, and the model ties them",
+                    where=where,
+                    fix="Leave it out, or use model.tie_word_embeddings=false.",
+                )
+        expected = {k: v for k, v in self.tensors.items() if not (self.tied and k == TIED_HEAD)}
+        for what, names in (("missing", expected.keys() - tensors.keys()), ("unknown", tensors.keys() - expected)):
+            if names:
+                listed = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+                raise WeightSyncError(f"{len(names)} tensors are {what}: {listed}", where=where)
+        for name, (shape, dtype) in expected.items():
+            tensor = tensors[name]
+            if tuple(tensor.shape) != tuple(shape):
+                raise WeightSyncError(
+                    f"{name} has shape {list(tensor.shape)}, {list(shape)} is needed",
+                    where=where,
+                    fix="Give full tensors, gathered over the ranks and without vocabulary padding.",
+                )
+            given = str(tensor.dtype).removeprefix("torch.")
+            if given != dtype:
+                raise WeightSyncError(
+                    f"{name} is {given}, the engine holds {dtype}",
+                    where=where,
+                    fix="Round on the training side, so that both sides hold the same bytes.",
+                )
+            if not bool(torch.isfinite(tensor).all()):
+                raise WeightSyncError(
+                    f"{name} holds NaN or infinity",
+                    where=where,
+                    fix="Check the learning rate and the gradient norm of the last step.",
+                )
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    # Facts
+
+    def info(self) -> dict[str, Any]:
+        """Versions, mode, contract, replaced layers, backends and counters, for the manifest."""
+        import vllm
+
+        found: dict[str, Any] = {
+            "engine": "vllm",
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "mode": self.mode,
+            "device": str(self.device),
+            "dtype": self.model.dtype,
+            "tensor_parallel_size": self.rollout.tensor_parallel_size,
+            "virtual_tp": self.virtual_tp,
+            "contract": None,
+            "replaced": dict(self.replaced),
+            "backends": self._rpc("rl_kernel_backends")[0] if self.active else {},
+            "weight_version": self.weight_version,
+            "weight_hash": self.weight_hash,
+            "generated_tokens": self._generated["tokens"],
+            "generate_seconds": round(self._generated["seconds"], 3),
+            **self._counters(),
+        }
+        if self.active:
+            from rl_kernel.platform import family_of
+
+            found["contract"] = rl_kernel.fingerprint(
+                family_of(self.device), virtual_tp=self.virtual_tp, model_dtype=self.model.dtype
+            )
+        return found
+
+    def _counters(self) -> dict[str, int]:
+        wanted = {
+            "vllm:num_preemptions": "preemptions",
+            "vllm:prefix_cache_hits": "prefix_cache_hit_tokens",
+            "vllm:prefix_cache_queries": "prefix_cache_query_tokens",
+        }
+        return {wanted[metric.name]: int(metric.value) for metric in self._llm.get_metrics() if metric.name in wanted}
+
+    def shutdown(self) -> None:
+        """Stop the workers and free the memory (idempotent)."""
+        llm, self._llm, self._usable = self._llm, None, False
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+            if self.rollout.tensor_parallel_size == 1:
+                from vllm.distributed import cleanup_dist_env_and_memory
+
+                cleanup_dist_env_and_memory()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> VllmEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()

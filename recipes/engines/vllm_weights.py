@@ -1,0 +1,213 @@
+"""Weights of a vLLM worker: which Hugging Face tensors it needs, loading them, and proof that it holds them.
+
+Runs inside vLLM's worker processes. vLLM fuses q, k, v and gate, up into one parameter and shards it by tensor-parallel
+rank, pads the vocabulary, and for some stock layers replaces the parameter by a packed copy; a name that is missing or
+a copy that was not refreshed goes unnoticed there. So after loading, every parameter is unfused again and compared
+byte by byte with the slice of the given tensor it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from recipes.engines import vllm as plugin
+from recipes.engines.vllm_layers import audit_model, require
+
+plugin.register()  # a worker process imports this module before it builds the model
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A Hugging Face tensor and the part of a local parameter it fills.
+
+    ``local`` picks the part out of the parameter, ``shard`` picks the same elements out of the full tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    module: str
+    local: Callable[[torch.Tensor], torch.Tensor]
+    shard: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _rows(start: int, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor[start : start + count]
+
+
+def _columns(start: int, count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor[:, start : start + count]
+
+
+def _all(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _fused(path: str, packed: Mapping[str, list[str]]) -> list[str]:
+    parent, _, leaf = path.rpartition(".")
+    return [f"{parent}.{name}.weight" for name in packed.get(leaf, [leaf])]
+
+
+def _pieces_of(path: str, module: Any, packed: Mapping[str, list[str]]) -> Iterator[Piece] | None:
+    """Pieces of one module that owns parameters; ``None`` when its class is not understood."""
+    linear = "vllm.model_executor.layers.linear"
+    qkv = require(linear, "QKVParallelLinear")
+    column = require(linear, "ColumnParallelLinear")
+    row = require(linear, "RowParallelLinear")
+    embedding = require("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding")
+    norm = require("vllm.model_executor.layers.layernorm", "RMSNorm")
+    own = dict(module.named_parameters(recurse=False))
+    if set(own) - {"weight"}:
+        return None
+    if isinstance(module, qkv):
+        return _qkv(path, module, packed)
+    if isinstance(module, column):
+        return _column(path, module, packed)
+    if isinstance(module, row):
+        k = module.input_size_per_partition
+        shape = (module.output_size, module.input_size)
+        cut = _columns(module.tp_rank * k, k)
+        return iter([Piece(f"{path}.weight", shape, module.params_dtype, path, _all, cut)])
+    if isinstance(module, embedding):
+        index = module.shard_indices
+        start, count = index.org_vocab_start_index, index.num_org_elements
+        shape = (module.org_vocab_size, module.embedding_dim)
+        cut = _rows(start, count)
+        return iter([Piece(f"{path}.weight", shape, module.weight.dtype, path, _rows(0, count), cut)])
+    if isinstance(module, norm):
+        return iter([Piece(f"{path}.weight", tuple(module.weight.shape), module.weight.dtype, path, _all, _all)])
+    return None
+
+
+def _qkv(path: str, module: Any, packed: Mapping[str, list[str]]) -> Iterator[Piece]:
+    size = module.head_size
+    offset = 0
+    for index, name in enumerate(_fused(path, packed)):
+        heads = module.num_heads if index == 0 else module.num_kv_heads
+        total = module.total_num_heads if index == 0 else module.total_num_kv_heads
+        rank = module.tp_rank if index == 0 else module.tp_rank // module.num_kv_head_replicas
+        rows = heads * size
+        shape = (total * size, module.input_size)
+        yield Piece(name, shape, module.params_dtype, path, _rows(offset, rows), _rows(rank * rows, rows))
+        offset += rows
+
+
+def _column(path: str, module: Any, packed: Mapping[str, list[str]]) -> Iterator[Piece]:
+    names = _fused(path, packed)
+    sizes = getattr(module, "output_sizes", [module.output_size])
+    offset = 0
+    for name, size in zip(names, sizes, strict=True):
+        rows = size // module.tp_size
+        cut = _rows(module.tp_rank * rows, rows)
+        yield Piece(name, (size, module.input_size), module.params_dtype, path, _rows(offset, rows), cut)
+        offset += rows
+
+
+def pieces(model: torch.nn.Module) -> tuple[list[Piece], list[str]]:
+    """Every Hugging Face tensor that ``model`` holds a part of, and the modules whose parameters are not understood.
+
+    A tied LM head is the embedding and appears once, under the embedding's name.
+    """
+    packed = getattr(model, "packed_modules_mapping", {})
+    embedding = require("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding")
+    head = require("vllm.model_executor.layers.vocab_parallel_embedding", "ParallelLMHead")
+    tables = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, embedding) and not isinstance(module, head)
+    }
+    found: list[Piece] = []
+    unknown: list[str] = []
+    for path, module in model.named_modules():
+        if not list(module.parameters(recurse=False)):
+            continue
+        if isinstance(module, head) and id(module.weight) in tables:
+            continue
+        of_module = _pieces_of(path, module, packed)
+        if of_module is None:
+            unknown.append(f"{path} ({type(module).__name__})")
+        else:
+            found.extend(of_module)
+    return found, unknown
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bit patterns (-0.0 is not 0.0, NaN equals itself)."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    view = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(view), b.contiguous().view(view))
+
+
+def differences(model: torch.nn.Module, named: Mapping[str, torch.Tensor], *, packed_ok: bool) -> list[str]:
+    """Names of tensors that ``model`` does not hold byte for byte after loading ``named``.
+
+    Args:
+        packed_ok: skip parameters that a stock layer has repacked and emptied.
+    """
+    wrong: list[str] = []
+    modules = dict(model.named_modules())
+    for piece in pieces(model)[0]:
+        weight = modules[piece.module].weight.data
+        if packed_ok and weight.numel() == 0:
+            continue
+        given = piece.shard(named[piece.name]).to(weight.device)
+        if not same_bytes(piece.local(weight), given):
+            wrong.append(piece.name)
+    if not packed_ok:
+        for path, module in modules.items():
+            index = getattr(module, "shard_indices", None)
+            if index is not None and module.weight.data[index.num_org_elements :].count_nonzero():
+                wrong.append(f"{path}.weight (vocabulary padding is not zero)")
+    return wrong
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its worker class; the engine calls them on every rank."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def rl_kernel_describe(self) -> dict[str, Any]:
+        """The tensors this worker needs, and who computes its numeric layers."""
+        model = self.model_runner.get_model()
+        found, unknown = pieces(model)
+        replaced, stock = audit_model(model)
+        sampler = getattr(self.model_runner, "sampler", None)
+        return {
+            "tensors": {piece.name: (piece.shape, str(piece.dtype).removeprefix("torch.")) for piece in found},
+            "unknown": unknown,
+            "replaced": replaced,
+            "stock": stock,
+            "sampler": getattr(sampler, "rl_kernel", None) is not None,
+            "device": str(next(model.parameters()).device),
+        }
+
+    def rl_kernel_backends(self) -> dict[str, str]:
+        """Backends that rl_kernel resolved in this worker."""
+        from rl_kernel import registry
+
+        return registry.resolved()
+
+    def rl_kernel_load(self, named: dict[str, torch.Tensor], strict: bool) -> list[str]:
+        """Load full tensors under Hugging Face names; returns what is wrong afterwards, empty when nothing is.
+
+        Errors travel as text: an exception would end the worker.
+        """
+        from vllm.config import set_current_vllm_config
+
+        try:
+            model = self.model_runner.get_model()
+            with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+                if strict:
+                    # Replaced layers keep plain parameters, so the loader writes where the operators read.
+                    model.load_weights(iter(named.items()))
+                else:
+                    self.model_runner.reload_weights(weights_iterator=iter(named.items()))
+            return differences(model, named, packed_ok=not strict)
+        except Exception as error:  # noqa: BLE001 - reported to the engine, which raises
+            return [f"{type(error).__name__}: {error}"]
