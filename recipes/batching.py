@@ -32,24 +32,6 @@ def derive_seed(*parts: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def prompt_order(num_prompts: int, cursor: int, count: int, *, seed: int, shuffle: bool = True) -> list[int]:
-    """Indices of ``count`` prompts after ``cursor`` prompts have been used. Each epoch is its own permutation.
-
-    Raises:
-        DataError: there is no prompt.
-    """
-    if num_prompts < 1:
-        raise DataError("the data set has no prompt", where="data.path", fix="Check data.path, data.split, data.limit.")
-    chosen: list[int] = []
-    while len(chosen) < count:
-        epoch, start = divmod(cursor + len(chosen), num_prompts)
-        order = np.arange(num_prompts)
-        if shuffle:
-            order = np.random.Generator(np.random.PCG64(derive_seed(seed, epoch))).permutation(num_prompts)
-        chosen += order[start : start + count - len(chosen)].tolist()
-    return chosen
-
-
 def split_by_tokens(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Divide sequences among ``parts`` ranks so that token counts are close: longest first, to the least loaded.
 

@@ -188,6 +188,15 @@ class Checkpointer:
         return Checkpoint(path, step, state)
 
 
+def set_aside(run_dir: str | os.PathLike[str]) -> None:
+    """Rename checkpoints and metrics of an earlier run in ``run_dir``, so that a run from step 0 loses nothing."""
+    for name in (FOLDER, "metrics.jsonl"):
+        path = Path(run_dir) / name
+        if path.exists():
+            number = next(n for n in range(1, 1 << 20) if not path.with_name(f"{name}.{n}").exists())
+            path.rename(path.with_name(f"{name}.{number}"))
+
+
 def require_same_run(saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Refuse to continue a checkpoint under a configuration that would change its bits.
 

@@ -149,6 +149,7 @@ class AlgorithmConfig:
     clip_high: float = 0.2
     dual_clip: float | None = None  # > 1: bound of the loss for negative advantages
     loss_aggregation: str = "token_mean"  # token_mean | sequence_mean
+    mask_truncated: bool = False  # leave responses that hit max_response_len out of the loss
     entropy_coef: float = 0.0
     kl_coef: float = 0.0  # > 0 keeps a frozen reference model
     kl_estimator: str = "k3"  # k1 | k2 | k3
@@ -309,6 +310,8 @@ def _get(config: RunConfig, key: str) -> Any:
 
 
 def _check_fields(config: RunConfig) -> None:
+    if config.logger.wandb == "False":  # YAML reads a bare `off` as a boolean
+        config.logger.wandb = "off"
     for key, allowed in _CHOICES.items():
         value = _get(config, key)
         if value not in allowed:
@@ -435,6 +438,12 @@ def _check_algorithm(config: RunConfig) -> None:
             f"{algorithm.num_minibatches} minibatches on {train.data_parallel_size} data-parallel ranks are more than "
             f"the {config.samples_per_step} responses of a step",
             "Lower it, or raise rollout.batch_size.",
+        )
+    if train.micro_batch_tokens < rollout.context_len:
+        raise _error(
+            "train.micro_batch_tokens",
+            f"{train.micro_batch_tokens} is less than one sequence (rollout context of {rollout.context_len} tokens)",
+            f"Use at least {rollout.context_len}.",
         )
     if train.sequence_parallel and train.tensor_parallel_size == 1:
         raise _error("train.sequence_parallel", "needs train.tensor_parallel_size above 1", "Turn it off.")

@@ -77,7 +77,7 @@ def _launch(config: RunConfig) -> int:
                 fix="Use orchestrator=local.",
             )
         return int(launch(config) or 0)
-    from recipes.loop import run
+    from recipes.run import run
 
     return run(config, resume_command=_resume_command(config.trainer.output_dir))
 
