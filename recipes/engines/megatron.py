@@ -40,9 +40,7 @@ def layer_spec(config: Any, *, virtual_tp: int, rope_theta: float, max_positions
     """See :func:`recipes.engines.megatron_layers.layer_spec`."""
     from recipes.engines import megatron_layers
 
-    return megatron_layers.layer_spec(
-        config, virtual_tp=virtual_tp, rope_theta=rope_theta, max_positions=max_positions
-    )
+    return megatron_layers.layer_spec(config, virtual_tp=virtual_tp, rope_theta=rope_theta, max_positions=max_positions)
 
 
 def init_distributed(
@@ -75,7 +73,7 @@ def init_distributed(
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
-            **({} if on_cpu else {"device_id": device}),
+            device_id=None if on_cpu else device,
         )
     if not parallel_state.model_parallel_is_initialized():
         with megatron_cpu.scope():
@@ -151,9 +149,7 @@ class MegatronEngine:
         with megatron_cpu.scope():
             megatron_cpu.seed_rng_tracker(seed)
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
-        self.model = mm.build(
-            model, train, segments=self.segments, strict=self.strict, role=role, device=self.device
-        )
+        self.model = mm.build(model, train, segments=self.segments, strict=self.strict, role=role, device=self.device)
         self.weight_version = 0
         self._load(weights.initial_reader(model, seed))
         if role == "critic":
@@ -205,8 +201,8 @@ class MegatronEngine:
 
         Args:
             batches: micro-batches of this data-parallel rank; may be empty, ranks need not have the same number.
-            loss_fn: policy ``(logp, entropy, batch) -> (loss, metrics)``, critic ``(values, batch) -> (loss, metrics)``;
-                ``loss`` is a scalar divided by the count of the whole step, so gradients simply add up.
+            loss_fn: policy ``(logp, entropy, batch)``, critic ``(values, batch)`` -> ``(loss, metrics)``; ``loss`` is a
+                scalar divided by the count of the whole step, so gradients simply add up.
             temperature: as in :meth:`forward_logp`; a critic ignores it.
 
         Returns the metrics of every micro-batch. Raises as :meth:`forward_logp`, and when a loss is not finite.
@@ -338,11 +334,12 @@ class MegatronEngine:
 
     def export_hf_weights(self) -> dict[str, torch.Tensor]:
         """Full tensors under Hugging Face names, on the CPU, on every rank; collective over the TP group."""
-        return {name: tensor.cpu().clone() for name, tensor in weights.export(self.model, self.config, self.tp_group)}
+        params = {name: param.detach() for name, param in self.model.named_parameters()}
+        return {name: tensor.cpu().clone() for name, tensor in weights.export(params, self.config, self.tp_group)}
 
     def weight_hash(self) -> str:
         """Content hash of :meth:`export_hf_weights`; equal to the rollout engine's if it holds the same bytes."""
-        return content_hash((name, tensor) for name, tensor in self.export_hf_weights().items())
+        return content_hash(self.export_hf_weights())
 
     # State -----------------------------------------------------------------------------------------------------------
 

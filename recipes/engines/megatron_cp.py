@@ -1,12 +1,13 @@
 """Context parallelism for packed sequences, with the bits of the run without it.
 
-Layout (Megatron's zig-zag): every sequence, padded to a multiple of ``2 * cp``, is cut into ``2 * cp`` equal chunks; rank r
-holds chunks r and ``2 * cp - 1 - r`` of each sequence, so causal work is balanced. ``cu_seqlens`` counts all ranks' tokens.
+Layout (Megatron's zig-zag): every sequence, padded to a multiple of ``2 * cp``, is cut into ``2 * cp`` equal chunks;
+rank r holds chunks r and ``2 * cp - 1 - r`` of each sequence, so causal work is balanced. ``cu_seqlens`` counts the
+tokens of all ranks.
 
-Forward: keys and values are gathered over the group and laid out from absolute position 0, then each local chunk attends
-to everything up to its own end. The key blocks of the contract start at absolute position 0, so a query sees the same
-blocks in the same order as without context parallelism. Backward: a key's gradient is the sum over this rank's two
-chunks, then over the ranks, in fp32 and in a fixed tree; run-to-run bitwise equal, not equal to another CP size.
+Forward: keys and values are gathered over the group and laid out from absolute position 0, then each local chunk
+attends to everything up to its own end. The key blocks of the contract start at absolute position 0, so a query sees
+the same blocks in the same order as without context parallelism. Backward: a key's gradient is the sum over this rank's
+two chunks, then over the ranks, in fp32 and in a fixed tree; run-to-run bitwise equal, not equal to another CP size.
 """
 
 from __future__ import annotations

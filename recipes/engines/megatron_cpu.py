@@ -103,8 +103,8 @@ def scope(*, optimizer: bool = False) -> Iterator[None]:
 def seed_rng_tracker(seed: int) -> None:
     """Give Megatron's tensor-parallel RNG tracker its seeds.
 
-    The tracker holds CUDA generator states. Without a device, and with every dropout at 0, nothing draws from it, so the
-    inference variant, whose ``fork`` is empty, stands in.
+    The tracker holds CUDA generator states. Without a device, and with every dropout at 0, nothing draws from it, so
+    the inference variant, whose ``fork`` is empty, stands in.
     """
     from megatron.core.tensor_parallel import random as megatron_random
 

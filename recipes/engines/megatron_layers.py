@@ -35,8 +35,8 @@ class StrictOptions:
         segments: virtual tensor-parallel size S of the contract.
         rope_theta: base of the rotary embedding.
         max_positions: rows of the cos/sin table.
-        reduce_norm_grads: sum the partial gradients of norm weights over the tensor-parallel group in backward, with the
-            fixed tree. False leaves that to Megatron's ``finalize_model_grads``, for loops that call it.
+        reduce_norm_grads: sum the partial gradients of norm weights over the tensor-parallel group in backward, with
+            the fixed tree. False leaves that to Megatron's ``finalize_model_grads``, for loops that call it.
     """
 
     segments: int
@@ -129,7 +129,12 @@ class StrictRMSNorm(torch.nn.Module):
         if self.config.sequence_parallel and options_of(self.config).reduce_norm_grads and torch.is_grad_enabled():
             # Each rank saw its own slice of the tokens.
             (weight,) = _SharedWeight.apply(weight, 1, _tp_group())
-        return rl_kernel.rms_norm(x, weight, self.eps)
+        return self._norm(x, weight)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = rl_kernel.rms_norm(x, weight, self.eps)
+        assert isinstance(out, torch.Tensor)  # a pair only with a residual
+        return out
 
 
 class StrictHeadNorm(StrictRMSNorm):
@@ -139,11 +144,11 @@ class StrictHeadNorm(StrictRMSNorm):
         """x [s, b, heads of this rank, head_dim], any strides -> the same shape, contiguous."""
         options = options_of(self.config)
         if not torch.is_grad_enabled() or not options.reduce_norm_grads:
-            return rl_kernel.rms_norm(x, self.weight, self.eps)
+            return self._norm(x, self.weight)
         group = _tp_group()
         count = options.segments // group.size()
         weights = _SharedWeight.apply(self.weight, count, group)
-        parts = [rl_kernel.rms_norm(part, weight, self.eps) for part, weight in zip(x.chunk(count, dim=2), weights)]
+        parts = [self._norm(part, weight) for part, weight in zip(x.chunk(count, dim=2), weights)]
         return parts[0] if count == 1 else torch.cat(parts, dim=2)
 
 
@@ -244,8 +249,8 @@ class StrictSelfAttention(SelfAttention):
 class StrictCoreAttention(MegatronModule):
     """RoPE by logical position, then causal attention over packed sequences (``thd``).
 
-    query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq * D]. Under context parallelism T counts this rank's tokens, and
-    the result has the bits of the run without it (see :mod:`recipes.engines.megatron_cp`).
+    query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq * D]. Under context parallelism T counts this rank's tokens,
+    and the result has the bits of the run without it (see :mod:`recipes.engines.megatron_cp`).
     """
 
     def __init__(
@@ -340,7 +345,7 @@ def _layer_spec(config: Any) -> ModuleSpec:
 
 
 def strict_block_spec(config: Any) -> TransformerBlockSubmodules:
-    """Spec of the whole decoder for ``GPTModel(transformer_layer_spec=...)``; ``config`` carries :class:`StrictOptions`.
+    """Spec of the whole decoder for ``GPTModel``; ``config`` carries :class:`StrictOptions`.
 
     Raises:
         ConfigError: the model has a part that the contract does not define.

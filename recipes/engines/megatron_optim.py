@@ -1,8 +1,9 @@
 """Gradients, optimizer and learning rate of one Megatron model: DDP, Adam with fp32 masters, clipping, exact state.
 
 Gradients accumulate in fp32 over micro-batches and are summed over data-parallel ranks in fp32 by Megatron's DDP. The
-norm used for clipping is computed here, so that it does not depend on the tensor-parallel size (Megatron adds one partial
-sum per rank, in an order of its own); with the distributed optimizer, which shards gradients, Megatron's own is used.
+norm used for clipping is computed here, so that it does not depend on the tensor-parallel size (Megatron adds one
+partial sum per rank, in an order of its own); with the distributed optimizer, which shards gradients, Megatron's own
+norm is used.
 """
 
 from __future__ import annotations
@@ -171,12 +172,10 @@ class Optimizer:
         return [part.optimizer for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
 
     def state(self) -> dict[str, Any]:
-        """Masters, moments, step counts and learning-rate state: with the model's weights, everything a resume needs."""
+        """Masters, moments, step counts and learning-rate state: with the weights, everything a resume needs."""
         return {
             "inner": [part.state_dict() for part in self._inner()],
-            "masters": [
-                [p.detach() for group in part.param_groups for p in group["params"]] for part in self._inner()
-            ],
+            "masters": [[p.detach() for group in part.param_groups for p in group["params"]] for part in self._inner()],
             "scheduler": self.scheduler.state_dict(),
         }
 
@@ -189,7 +188,9 @@ class Optimizer:
         """
         inner = self._inner()
         if len(state["inner"]) != len(inner):
-            raise CheckpointError("another number of optimizers", where="optimizer state", fix="Resume the same layout.")
+            raise CheckpointError(
+                "another number of optimizers", where="optimizer state", fix="Resume the same layout."
+            )
         for part, saved, masters in zip(inner, state["inner"], state["masters"]):
             params = [p for group in part.param_groups for p in group["params"]]
             if [p.shape for p in params] != [p.shape for p in masters]:

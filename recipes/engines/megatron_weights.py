@@ -1,8 +1,9 @@
 """Qwen3 weights between Hugging Face names (full tensors) and Megatron names (this rank's shard).
 
-Shapes: H hidden, V vocabulary, P padded vocabulary, F intermediate, D head_dim, G key/value heads, Q query heads. Megatron
-keeps q, k and v in one matrix, one group of ``Q / G`` query heads, one key head and one value head after the other, and
-gate and up in one matrix, this rank's gate rows first. Rows V..P of the embedding and the LM head are zero and stay zero.
+Shapes: H hidden, V vocabulary, P padded vocabulary, F intermediate, D head_dim, G key/value heads, Q query heads.
+Megatron keeps q, k and v in one matrix, one group of ``Q / G`` query heads, one key head and one value head after the
+other, and gate and up in one matrix, this rank's gate rows first. Rows V..P of the embedding and the LM head are zero
+and stay zero.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def hf_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def init_tensor(name: str, shape: tuple[int, ...], std: float, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """N(0, std) from a generator seeded by ``seed`` and ``name`` (norm weights: ones). No other tensor matters, so every
-    parallel layout starts from the same bits."""
+    """N(0, std) from a generator seeded by ``seed`` and ``name`` (norm weights: ones).
+
+    No other tensor matters, so every parallel layout starts from the same bits."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=dtype)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
@@ -63,9 +65,7 @@ def init_tensor(name: str, shape: tuple[int, ...], std: float, dtype: torch.dtyp
 def init_hf_weights(config: Any, seed: int) -> dict[str, torch.Tensor]:
     """Random weights of the whole model under Hugging Face names, a function of ``config`` and ``seed`` alone."""
     dtype = getattr(torch, config.dtype)
-    return {
-        name: init_tensor(name, shape, config.init_std, dtype, seed) for name, shape in hf_shapes(config).items()
-    }
+    return {name: init_tensor(name, shape, config.init_std, dtype, seed) for name, shape in hf_shapes(config).items()}
 
 
 def initial_reader(config: Any, seed: int) -> Read:
@@ -161,7 +161,8 @@ def require_finite(tensor: torch.Tensor, where: str) -> None:
     bad = (~torch.isfinite(tensor)).nonzero()
     first = bad[0].tolist()
     raise EngineError(
-        f"{len(bad)} of {tensor.numel()} elements are not finite, the first is {tensor[tuple(first)].item()} at {first}",
+        f"{len(bad)} of {tensor.numel()} elements are not finite, the first is {tensor[tuple(first)].item()} "
+        f"at {first}",
         where=where,
         fix="Lower the learning rate or clip_grad, and resume from the last checkpoint; check the data of this step.",
     )
@@ -250,10 +251,11 @@ def _gather(shard: torch.Tensor, group: Any) -> list[torch.Tensor]:
     return [part.view(shard.dtype).view(shard.shape) for part in out]
 
 
-def export(model: torch.nn.Module, config: Any, group: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full tensors under Hugging Face names, one at a time, on every rank of the tensor-parallel ``group``. The inverse
-    of :func:`load`: bytes survive the round trip."""
-    params = {name: param.detach() for name, param in model.named_parameters()}
+def export(params: Mapping[str, torch.Tensor], config: Any, group: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Full tensors under Hugging Face names, one at a time, on every rank of the tensor-parallel ``group``.
+
+    The inverse of :func:`shards`: bytes survive the round trip. ``params`` are this rank's tensors under Megatron names
+    (weights, or gradients)."""
     vocab, hidden = config.vocab_size, config.hidden_size
     yield EMBEDDING, torch.cat(_gather(params["embedding.word_embeddings.weight"], group))[:vocab]
     for i in range(config.num_hidden_layers):
@@ -268,8 +270,8 @@ def export(model: torch.nn.Module, config: Any, group: Any) -> Iterator[tuple[st
             yield f"{attn}{n}_norm.weight", params[f"{mc}self_attention.{n}_layernorm.weight"]
         yield hf + "post_attention_layernorm.weight", params[mc + "pre_mlp_layernorm.weight"]
         halves = [part.chunk(2) for part in _gather(params[mc + "mlp.linear_fc1.weight"], group)]
-        for n, name in enumerate(("gate", "up")):
-            yield f"{mlp}{name}_proj.weight", torch.cat([half[n] for half in halves])
+        yield mlp + "gate_proj.weight", torch.cat([gate for gate, _ in halves])
+        yield mlp + "up_proj.weight", torch.cat([up for _, up in halves])
         yield mlp + "down_proj.weight", torch.cat(_gather(params[mc + "mlp.linear_fc2.weight"], group), 1)
     yield "model.norm.weight", params["decoder.final_layernorm.weight"]
     if _is_critic(params):

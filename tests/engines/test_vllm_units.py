@@ -1,0 +1,162 @@
+"""Parts of the vLLM engine that need no engine: drawing, cache layouts, settings, refusals before start, hashing."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.config import ConsistencyConfig, ModelConfig, RolloutConfig
+from recipes.engines.types import IGNORE_INDEX, PackedBatch, Sample, SamplingParams
+from recipes.engines.vllm import VllmEngine
+from recipes.engines.vllm_attention import split_cache
+from recipes.engines.vllm_layers import Settings, _read_settings, require
+from recipes.engines.vllm_sampler import draw, uniform
+from recipes.engines.weights import content_hash
+from recipes.errors import ConfigError, DataError, EngineError, WeightSyncError
+
+
+def test_uniform_numbers_look_uniform_and_depend_on_both_arguments() -> None:
+    grid = np.array([[uniform(seed, position) for position in range(64)] for seed in range(512)])
+    assert grid.min() >= 0.0 and grid.max() < 1.0
+    assert len(np.unique(grid)) == grid.size
+    assert abs(grid.mean() - 0.5) < 0.01 and abs(grid.var() - 1 / 12) < 0.005
+    assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.02
+    assert abs(np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel())[0, 1]) < 0.02
+
+
+def test_draw_follows_the_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, -math.inf, 2.0, -2.0])
+    logp = logits.log_softmax(-1)
+    count = 20000
+    numbers = torch.tensor([uniform(seed, 0) for seed in range(count)], dtype=torch.float64)
+    tokens = draw(logp.expand(count, -1), numbers)
+    frequency = torch.bincount(tokens, minlength=5) / count
+    assert frequency[2] == 0  # impossible tokens are never drawn, not even at the borders
+    assert (frequency - logp.exp()).abs().max() < 4 * math.sqrt(0.25 / count)
+    borders = draw(logp.expand(2, -1), torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64))
+    assert borders.tolist() == [0, 4]
+
+
+def test_draw_does_not_depend_on_the_batch() -> None:
+    logp = torch.randn(37, 211).log_softmax(-1)
+    numbers = torch.rand(37, dtype=torch.float64)
+    together = draw(logp, numbers)
+    alone = torch.cat([draw(logp[i : i + 1], numbers[i : i + 1]) for i in range(37)])
+    assert torch.equal(together, alone)
+
+
+def test_draw_survives_nan() -> None:
+    logp = torch.stack([torch.full((9,), math.nan), torch.zeros(9).log_softmax(-1)])
+    tokens = draw(logp, torch.tensor([0.5, 0.5], dtype=torch.float64))
+    assert 0 <= tokens[0] < 9 and tokens[1] == 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda k, v: torch.cat([k, v], -1).transpose(1, 2).contiguous(),
+        lambda k, v: torch.cat([k, v], -1),
+        lambda k, v: torch.stack([k, v]),
+        lambda k, v: torch.stack([k, v]).transpose(2, 3).contiguous(),
+        lambda k, v: torch.stack([k, v], 1),
+    ],
+)
+def test_split_cache_finds_keys_and_values(make) -> None:  # type: ignore[no-untyped-def]
+    key, value = torch.randn(2, 7, 32, 3, 16)
+    found = split_cache(make(key, value), 3, 16)
+    assert torch.equal(found[0], key) and torch.equal(found[1], value)
+
+
+def test_split_cache_refuses_other_layouts() -> None:
+    with pytest.raises(EngineError, match="unknown layout"):
+        split_cache(torch.zeros(4, 32, 3, 16), 3, 16)
+
+
+def test_settings() -> None:
+    assert _read_settings({}, "x") is None
+    assert _read_settings({"mode": "native"}, "x") is None
+    assert _read_settings({"mode": "strict", "virtual_tp": "4"}, "x") == Settings("strict", 4)
+    with pytest.raises(ConfigError, match="mode='stric' is unknown"):
+        _read_settings({"mode": "stric"}, "RL_KERNEL_MODE")
+    with pytest.raises(ConfigError, match="virtual_tp=3 must be"):
+        _read_settings({"mode": "strict", "virtual_tp": 3}, "x")
+
+
+def test_missing_extension_points_are_named() -> None:
+    pytest.importorskip("vllm")
+    with pytest.raises(EngineError, match=r"has no vllm.v1.sample.sampler.Sampler.no_such_thing"):
+        require("vllm.v1.sample.sampler", "Sampler", "no_such_thing")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "consistency", "message"),
+    [
+        ({"top_p": 0.95}, {"mode": "strict"}, r"rollout.top_p: 0.95 truncates"),
+        ({"top_k": 20}, {"mode": "audit"}, r"rollout.top_k: 20 truncates"),
+        ({"temperature": 0.0}, {"mode": "native"}, r"rollout.temperature: 0.0 must be"),
+        ({"tensor_parallel_size": 2}, {"mode": "strict", "virtual_tp": 1}, r"consistency.virtual_tp: 1 is not"),
+    ],
+)
+def test_refused_before_start(rollout: dict, consistency: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VllmEngine(ModelConfig(), RolloutConfig(**rollout), ConsistencyConfig(**consistency))
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": 0.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_tokens": 0}, {"n": 0}]
+)
+def test_sampling_params_are_checked(bad: dict) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        SamplingParams(**bad)
+
+
+def _sample(prompt: tuple[int, ...], response: tuple[int, ...]) -> Sample:
+    logp = -np.arange(1, len(response) + 1, dtype=np.float32)
+    return Sample(prompt, response, logp, 0, 0, 0, "stop")
+
+
+def test_samples_are_checked() -> None:
+    with pytest.raises(DataError, match="the response is empty"):
+        _sample((1,), ())
+    with pytest.raises(DataError, match="the prompt is empty"):
+        _sample((), (1,))
+    with pytest.raises(DataError, match="rollout_logp is float64"):
+        Sample((1,), (2,), np.zeros(1), 0, 0, 0, "stop")
+
+
+def test_packing_aligns_targets() -> None:
+    batch = PackedBatch.from_samples([_sample((1, 2, 3), (4, 5)), _sample((6,), (7,))], pad_to_multiple=8, pad_id=9)
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 9]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
+    assert batch.cu_seqlens.tolist() == [0, 5, 7, 8]
+    assert batch.target_ids.tolist() == [-100, -100, 4, 5, -100, 7, -100, -100]
+    assert batch.rollout_logp.tolist() == [0, 0, -1, -2, 0, -1, 0, 0]
+    assert batch.sample_index.tolist() == [0, 1, -1]
+    assert batch.active.sum() == 3 and batch.max_seqlen == 5 and IGNORE_INDEX == -100
+    with pytest.raises(DataError, match="no sample to pack"):
+        PackedBatch.from_samples([])
+
+
+def test_content_hash_sees_names_dtypes_shapes_and_bits() -> None:
+    base = {"a": torch.zeros(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+    reference = content_hash(base)
+    assert reference == content_hash(reversed(list(base.items())))
+    assert reference == content_hash({**base, "a": torch.zeros(3, 2).T})  # layout in memory is not content
+    for changed in (
+        {**base, "a": -torch.zeros(2, 3)},
+        {**base, "a": torch.zeros(3, 2)},
+        {**base, "a": torch.zeros(2, 3, dtype=torch.int32)},
+        {"c": base["a"], "b": base["b"]},
+    ):
+        assert content_hash(changed) != reference
+
+
+def test_errors_keep_their_parts_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(WeightSyncError("it is stale", where="update_weights", fix="Sync again.")))
+    assert isinstance(error, WeightSyncError)
+    assert str(error) == "update_weights: it is stale. Sync again."
+    assert error.fix == "Sync again."
