@@ -16,6 +16,9 @@ STABLE_TORCH_LIBRARY(rlk, m) {
   m.def("logp_finish(Tensor nodes, Tensor merges, int first_slot, Tensor m, Tensor z_target, Tensor(a!) out) -> ()");
   m.def("logp_dlogits(Tensor logits, Tensor temperature, Tensor targets, Tensor state, Tensor grads, int columns, Tensor(a!) out) -> ()");
   m.def("logp_log_softmax(Tensor logits, Tensor temperature, Tensor state, int columns, Tensor(a!) out) -> ()");
+  // linear_logp
+  m.def("linear_logp_leaf_stats(Tensor hidden, Tensor weight, Tensor temperature, Tensor targets, int columns, Tensor(a!) stats, Tensor(b!) z_target) -> ()");
+  m.def("linear_logp_backward(Tensor hidden, Tensor weight, Tensor temperature, Tensor targets, Tensor state, Tensor grads, Tensor segments, Tensor(a!) dh, Tensor(b!) dw) -> ()");
   // linear
   m.def("linear_forward(Tensor x, Tensor weight, int segments, ScalarType? out_dtype) -> Tensor");
   m.def("linear_dgrad(Tensor dy, Tensor weight, int segments, int parts, ScalarType? out_dtype) -> Tensor");

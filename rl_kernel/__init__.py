@@ -10,6 +10,7 @@ from rl_kernel.errors import ContractError, RLKernelError, UnsupportedError
 from rl_kernel.ops.collectives import all_gather, all_reduce, copy_to_group, reduce_scatter
 from rl_kernel.ops.embedding import embedding
 from rl_kernel.ops.linear import column_parallel_linear, linear
+from rl_kernel.ops.linear_logp import linear_logp, lm_head
 from rl_kernel.ops.logp import LinearLogpOutput, log_softmax, logp
 from rl_kernel.ops.rms_norm import rms_norm
 from rl_kernel.ops.rope import build_cos_sin_cache, rope
@@ -32,6 +33,8 @@ __all__ = [
     "fingerprint",
     "get_mode",
     "linear",
+    "linear_logp",
+    "lm_head",
     "log_softmax",
     "logp",
     "padded_vocab_size",

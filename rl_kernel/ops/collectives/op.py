@@ -88,7 +88,7 @@ def _check_rows(name: str, x: torch.Tensor, size: int) -> None:
         raise ContractError(f"{name}: dimension 0 of x {tuple(x.shape)} must be a multiple of the group size {size}")
 
 
-@torch.library.custom_op("rlk::all_reduce", mutates_args=())
+@torch.library.custom_op("rl_kernel::all_reduce", mutates_args=())
 def _all_reduce(x: torch.Tensor, group: str, out_dtype: torch.dtype) -> torch.Tensor:
     process_group = group_of(group)
     size = process_group.size()
@@ -103,7 +103,7 @@ def _(x: torch.Tensor, group: str, out_dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(x.shape, dtype=out_dtype, device=x.device)
 
 
-@torch.library.custom_op("rlk::reduce_scatter", mutates_args=())
+@torch.library.custom_op("rl_kernel::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: torch.Tensor, group: str, out_dtype: torch.dtype) -> torch.Tensor:
     return _reduce_parts(_exchange_slices(x, group_of(group)), out_dtype)
 
@@ -113,7 +113,7 @@ def _(x: torch.Tensor, group: str, out_dtype: torch.dtype) -> torch.Tensor:
     return torch.empty((x.shape[0] // group_of(group).size(), *x.shape[1:]), dtype=out_dtype, device=x.device)
 
 
-@torch.library.custom_op("rlk::all_gather", mutates_args=())
+@torch.library.custom_op("rl_kernel::all_gather", mutates_args=())
 def _all_gather(x: torch.Tensor, group: str, reduce_grad: bool) -> torch.Tensor:
     parts = gather_bytes(x, group_of(group))
     return parts.view(-1, *x.shape[1:]) if x.numel() else parts.reshape(parts.shape[0] * x.shape[0], *x.shape[1:])

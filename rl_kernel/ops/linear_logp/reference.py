@@ -4,8 +4,8 @@ Forward (:func:`leaf_stats`). The logit of token i and column j is one dot produ
 
     x_ij = dot16(hidden_i, weight_j)                 fp32, not rounded
 
-and everything after it is :mod:`rl_kernel.ops.logp.reference`, leaf by leaf. A backend may tile tokens and columns as it
-likes: a logit depends on one row of each operand, and a leaf on its own 128 logits.
+and everything after it is :mod:`rl_kernel.ops.logp.reference`, leaf by leaf. A backend may tile tokens and columns as
+it likes: a logit depends on one row of each operand, and a leaf on its own 128 logits.
 
 Backward (:func:`backward`). The logits are computed again, with the same bits; with dx_ij from step 5 of the logp
 reference::
@@ -14,8 +14,9 @@ reference::
     dW_j = round_to(dtype of weight, sum_i d_ij * hidden_i)     over the tokens that take part, ascending
     dH_i = round_to(dtype of hidden, tree_s(sum_j d_ij * W_j))  over columns ascending inside each of S segments
 
-Both sums are one fp32 accumulator with fma from +0.0. The S segments cut the padded vocabulary; a rank of TP size t owns
-S / t neighbouring ones, computes that subtree in fp32, and the all-reduce continues the tree before the one rounding.
+Both sums are one fp32 accumulator with fma from +0.0. The S segments cut the padded vocabulary; a rank of TP size t
+owns S / t neighbouring ones, computes that subtree in fp32, and the all-reduce continues the tree before the one
+rounding.
 Rows with ignore_index are removed before any of this, so they cannot reach a result.
 
 Memory: leaf by leaf, so [T, 128] is the largest piece of the logits that exists.
@@ -28,7 +29,6 @@ import torch
 from rl_kernel.contract import VOCAB_LEAF
 from rl_kernel.ops import _primitives as rlk
 from rl_kernel.ops.logp import reference as logp_reference
-from rl_kernel.registry import Request
 
 supports = logp_reference.supports
 

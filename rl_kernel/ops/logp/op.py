@@ -22,7 +22,7 @@ class LinearLogpOutput(NamedTuple):
     entropy: torch.Tensor
 
 
-@torch.library.custom_op("rlk::logp", mutates_args=())
+@torch.library.custom_op("rl_kernel::logp", mutates_args=())
 def _logp(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -56,7 +56,7 @@ def _(logits, targets, temperature, borders, global_vocab_size, ignore_index, gr
     return tuple(torch.empty(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(5))
 
 
-@torch.library.custom_op("rlk::logp_backward", mutates_args=())
+@torch.library.custom_op("rl_kernel::logp_backward", mutates_args=())
 def _logp_backward(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -107,7 +107,7 @@ def _backward(ctx, *grads):
 _logp.register_autograd(_backward, setup_context=_setup)
 
 
-@torch.library.custom_op("rlk::log_softmax", mutates_args=())
+@torch.library.custom_op("rl_kernel::log_softmax", mutates_args=())
 def _log_softmax(logits: torch.Tensor, temperature: torch.Tensor, global_vocab_size: int, backend: str) -> torch.Tensor:
     if logits.shape[0] == 0:
         return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
