@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rank_pool import RankPool
+from tests.ops.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")
