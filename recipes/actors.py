@@ -224,8 +224,7 @@ class Cluster:
         for index in range(config.rollout.num_engines):
             devices = list(range(index * tp, (index + 1) * tp))
             self.rollout.append(self._spawn(RolloutActor, f"rollout-{index}", devices, self._engines[0], config))
-        infos = self._gather([(a, "info", ()) for a in self._names], self.config.orchestrator.start_timeout_s)
-        self.infos: tuple[list[dict], list[dict]] = (infos[: train.world_size], infos[train.world_size :])
+        self.infos = self.describe(self.config.orchestrator.start_timeout_s)
 
     def _spawn(self, cls: type, name: str, devices: list[int], *args: Any) -> Any:
         import ray
@@ -327,6 +326,11 @@ class Cluster:
         )
 
     # ------------------------------------------------------------------ what the loop uses
+
+    def describe(self, timeout: float | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """What every training and rollout process says about itself."""
+        infos = self._gather([(a, "info", ()) for a in [*self.train, *self.rollout]], timeout)
+        return infos[: len(self.train)], infos[len(self.train) :]
 
     def kernel(self) -> dict[str, Any]:
         """``kernel/*`` of the step row: backends in use on both sides, fallbacks, contract. Asked for once."""

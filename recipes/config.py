@@ -21,7 +21,7 @@ class ModelConfig:
     path: str | None = None
     tokenizer: str | None = None  # null: ``path``, or the tokenizer that ships with the repository
     dtype: str = "bfloat16"
-    vocab_size: int = 64
+    vocab_size: int = 139
     hidden_size: int = 128
     intermediate_size: int = 256
     num_hidden_layers: int = 2

@@ -22,6 +22,7 @@ class Experience:
 
     samples: list[Sample]
     rewards: list[float]
+    reward_metrics: dict[str, float | int] = field(default_factory=dict)
     old_logp: list[np.ndarray] = field(default_factory=list)
     ref_logp: list[np.ndarray] = field(default_factory=list)
     values: list[np.ndarray] = field(default_factory=list)
@@ -146,14 +147,10 @@ class Experience:
 
     def metrics(self, config: RunConfig) -> dict[str, float | int]:
         """``reward/*`` and ``rollout/*`` of the step."""
-        rewards, lengths = np.asarray(self.rewards, np.float64), np.asarray(self.lengths)
-        n = config.rollout.n_samples_per_prompt
+        lengths, n = np.asarray(self.lengths), config.rollout.n_samples_per_prompt
         mixed = grpo.informative_groups(self.rewards, n)
         return {
-            "reward/mean": float(rewards.mean()),
-            "reward/std": float(rewards.std()),
-            "reward/min": float(rewards.min()),
-            "reward/max": float(rewards.max()),
+            **self.reward_metrics,
             "reward/mixed_groups": sum(mixed) / len(mixed),
             "rollout/responses": len(self.samples),
             "rollout/response_tokens": int(lengths.sum()),

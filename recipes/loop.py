@@ -69,8 +69,8 @@ class Loop:
                 fix="An engine missed an update; restart the run, it resumes from the last checkpoint.",
             )
         with self.timed("reward"):
-            rewards = self.task.score([prompts[s.prompt_index] for s in samples], samples)
-        return Experience(samples, rewards)
+            scored = self.task.score([prompts[s.prompt_index] for s in samples], samples)
+        return Experience(samples, scored.rewards, scored.metrics)
 
     def collect(self) -> tuple[Experience, dict[str, Any]]:
         """The responses of a step; with dynamic sampling, groups of equal rewards are replaced by further prompts."""

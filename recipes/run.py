@@ -14,11 +14,12 @@ from tqdm import tqdm
 from recipes.actors import Cluster
 from recipes.checkpoint import Checkpointer, require_same_run, run_identity, set_aside
 from recipes.config import RunConfig
-from recipes.errors import RecipeError, WeightSyncError
+from recipes.errors import EngineError, RecipeError, WeightSyncError
 from recipes.loop import Loop
-from recipes.manifest import require_same_contract, write_manifest
 from recipes.metrics.logging import MetricLogger
-from recipes.task import Task, load_task
+from recipes.metrics.manifest import Manifest
+from recipes.task import DataTask, Task
+from rl_kernel import require_equal
 
 INTERRUPTED = 130
 
@@ -53,6 +54,22 @@ class Signals(contextlib.AbstractContextManager):
             signal.signal(number, previous)
 
 
+def require_same_contract(mode: str, train: list[dict[str, Any]], rollout: list[dict[str, Any]]) -> None:
+    """Compare the contract fingerprints that all processes report. Stock engines (``native``) keep no contract.
+
+    Raises:
+        ContractError: they differ.
+        EngineError: a process reports none.
+    """
+    if mode == "native":
+        return
+    for side, infos in (("train", train), ("rollout", rollout)):
+        for index, info in enumerate(infos):
+            if not info.get("contract"):
+                raise EngineError("reports no contract fingerprint", where=f"{side}-{index}")
+            require_equal(info["contract"], train[0]["contract"])
+
+
 class Run:
     """A :class:`Loop` with persistence and reporting.
 
@@ -68,6 +85,7 @@ class Run:
         self.resume_command = resume_command
         self.loop = Loop(config, cluster, task)
         self.saved_at = -1
+        self.manifest: Manifest | None = None
         # Weights, fp32 master weights and two moments of every trained model.
         trained = 16 * config.model.parameter_count() * (2 if config.algorithm.name == "ppo" else 1)
         self.checkpointer = Checkpointer(
@@ -101,6 +119,8 @@ class Run:
                 "weight_hash": loop.weight_hash,
             }
             self.checkpointer.save(loop.step, state, self.cluster.save)
+        if self.manifest is not None:
+            self.manifest.flush()
         self.saved_at = loop.step
 
     def steps(self, logger: MetricLogger, signals: Signals) -> None:
@@ -118,6 +138,8 @@ class Run:
             while loop.step < trainer.steps and not signals.requested:
                 signals.in_step = True
                 row = loop.one_step(logger.log)
+                if self.manifest is not None:
+                    self.manifest.weights(loop.step, loop.weight_hash)
                 bar.set_postfix_str(
                     f"reward {row['reward/mean']:.3f}, mismatch_count {row['consistency/mismatch_count']}, "
                     f"{row['perf/tokens_per_s']:.0f} tok/s",
@@ -130,22 +152,24 @@ class Run:
                 signals.in_step = False
 
     def execute(self) -> int:
-        """Run, whatever happens leave no process behind. Returns 0, or 130 after an interruption."""
+        """Run; whatever happens, leave no process behind. Returns 0, or 130 after an interruption."""
         config, loop = self.config, self.loop
         folder = Path(config.trainer.output_dir)
         if config.trainer.resume == "never":
             set_aside(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.checkpointer.require_space()
-        with Signals() as signals, contextlib.ExitStack() as stack:
-            signals.install()
-            stack.callback(self.task.close)
-            stack.callback(self.cluster.shutdown)
-            try:
+        try:
+            with Signals() as signals, contextlib.ExitStack() as stack:
+                signals.install()
+                stack.callback(self.task.close)
+                stack.callback(self.cluster.shutdown)
                 self.cluster.start(signals.install)
-                require_same_contract(config, *self.cluster.infos)
+                require_same_contract(config.consistency.mode, *self.cluster.infos)
                 self.resume()
-                write_manifest(folder, config, *self.cluster.infos, weight_hash=loop.weight_hash, first_step=loop.step)
+                self.manifest = Manifest(folder, config.to_dict(), first_step=loop.step, data=self.task.info())
+                self.manifest.engines(*self.cluster.infos)
+                self.manifest.weights(loop.step, loop.weight_hash)
                 logger = MetricLogger(
                     folder,
                     first_step=loop.step,
@@ -156,27 +180,31 @@ class Run:
                 )
                 with logger:
                     self.steps(logger, signals)
-                stopped = signals.requested
-            except (Stop, SystemExit):  # SystemExit: Ray's own handler, while Ray starts
-                stopped = True
-            except RecipeError:
-                self._explain_resume("stopped")
-                raise
-            finally:
-                signals.in_step = False
-        if stopped and loop.step < config.trainer.steps:
-            self._explain_resume("interrupted")
-            return INTERRUPTED
-        return 0
+                # Backends are resolved by the first call, so ask again.
+                self.manifest.engines(*self.cluster.describe())
+        except (Stop, SystemExit) as stop:  # SystemExit: Ray's own handler, while Ray starts
+            return self._end("interrupted", stop)
+        except BaseException as error:
+            self._end("failed", error)
+            raise
+        return self._end("completed" if loop.step >= config.trainer.steps else "interrupted")
 
-    def _explain_resume(self, what: str) -> None:
-        print(f"\n{what} after {self.loop.step} of {self.config.trainer.steps} steps", file=sys.stderr)
+    def _end(self, state: str, error: BaseException | None = None) -> int:
+        """Close the manifest, say how to go on, return the exit code."""
+        if self.manifest is not None:
+            # A full disk may be what ended the run: the first error is the one to show.
+            with contextlib.suppress(RecipeError):
+                self.manifest.finish(state, last_step=self.loop.step, error=None if isinstance(error, Stop) else error)
+        if state == "completed":
+            return 0
+        print(f"\n{state} after {self.loop.step} of {self.config.trainer.steps} steps", file=sys.stderr)
         if self.saved_at >= 0:
             print(f"checkpoint of step {self.saved_at}: {self.checkpointer.folder}", file=sys.stderr)
             if self.resume_command:
                 print(f"to resume: {self.resume_command}", file=sys.stderr)
+        return INTERRUPTED if state == "interrupted" else 1
 
 
 def run(config: RunConfig, *, resume_command: str = "") -> int:
     """Run ``config`` with real engines; returns the exit code."""
-    return Run(config, Cluster(config), load_task(config), resume_command).execute()
+    return Run(config, Cluster(config), DataTask(config), resume_command).execute()

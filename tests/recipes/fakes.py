@@ -18,6 +18,7 @@ import torch
 from recipes.data import Prompt
 from recipes.engines.types import PackedBatch, Sample, SamplingParams
 from recipes.engines.weights import content_hash
+from recipes.reward import summarize
 
 VOCAB = 16
 EOS = 1
@@ -178,8 +179,11 @@ class FakeTask:
 
     def score(self, prompts, samples):
         if self.constant:
-            return [0.5] * len(samples)
-        return [sum(t % 2 == 0 for t in s.response_ids) / len(s.response_ids) for s in samples]
+            return summarize([0.5] * len(samples), 0)
+        return summarize([sum(t % 2 == 0 for t in s.response_ids) / len(s.response_ids) for s in samples], 0)
+
+    def info(self):
+        return {"path": "fake"}
 
     def close(self):
         pass

@@ -11,6 +11,7 @@ from recipes.actors import Cluster, RolloutActor, TrainActor
 from recipes.config import RunConfig, build_config
 from recipes.errors import ConfigError, EngineError, WeightSyncError
 from recipes.metrics.logging import differing_keys, read_metrics
+from recipes.reward import summarize
 from recipes.run import Run
 from tests.recipes.fakes import FakeTask
 
@@ -25,7 +26,7 @@ class InlineCluster(Cluster):
             _actor(RolloutActor, "tests.recipes.fakes:FakeRollout", config) for _ in range(config.rollout.num_engines)
         ]
         self._names = {a: f"a-{i}" for i, a in enumerate([*self.train, *self.rollout])}
-        self.infos = ([a.info() for a in self.train], [a.info() for a in self.rollout])
+        self.infos = self.describe()
 
     def _gather(self, calls, timeout=None):
         return [getattr(actor, method)(*args) for actor, method, args in calls]
@@ -132,8 +133,8 @@ def test_kl_to_the_reference(tmp_path):
 def test_dynamic_sampling_replaces_equal_groups(tmp_path):
     class Half(FakeTask):
         def score(self, prompts, samples):
-            values = super().score(prompts, samples)
-            return [0.5 if p.index % 2 else v for p, v in zip(prompts, values)]
+            values = super().score(prompts, samples).rewards
+            return summarize([0.5 if p.index % 2 else v for p, v in zip(prompts, values)], 0)
 
     make(tmp_path, {"algorithm.dynamic_sampling": True, "trainer.steps": 3}, Half()).execute()
     rows = read_metrics(tmp_path)
