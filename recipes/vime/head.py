@@ -12,22 +12,18 @@ from typing import Any
 
 import torch
 
-from recipes.engines.megatron import LMHead, lm_head_of
+from recipes.engines.megatron_layers import OPTIONS, make_strict
+from recipes.engines.megatron_model import LMHead, lm_head_of, unwrap
 from recipes.errors import EngineError
 
 _MARK = "_rl_kernel_hidden_states"
 _current: LMHead | None = None
 
 
-def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The ``GPTModel`` inside Megatron's DDP and mixed-precision wrappers."""
-    while hasattr(module, "module") and not hasattr(module, "output_layer"):
-        module = module.module
-    return module
-
-
 def attach(models: Sequence[torch.nn.Module], global_vocab_size: int) -> int:
     """Make every policy model of ``models`` return hidden states; returns how many were changed. Idempotent.
+
+    The embedding, which has no slot in Megatron's layer spec, is exchanged for the strict one here as well.
 
     Raises:
         EngineError: pipeline parallelism splits the model, so that the head is not on this rank.
@@ -42,6 +38,8 @@ def attach(models: Sequence[torch.nn.Module], global_vocab_size: int) -> int:
                 where="--pipeline-model-parallel-size",
                 fix="Use 1; split the model with tensor and context parallelism instead.",
             )
+        if hasattr(model.config, OPTIONS):
+            make_strict(model)
         if getattr(layer, _MARK, False) or not hasattr(layer, "output_size_per_partition"):
             continue  # already attached, or a critic's scalar head
         _wrap(model, layer, global_vocab_size)
