@@ -1,0 +1,124 @@
+"""Writes ``train.jsonl`` and the tokenizer beside this file: ``python -m recipes.data.arithmetic.generate [FOLDER]``.
+
+Deterministic: the same bytes every time, and a test compares them with the files in the repository.
+
+Questions are products with a power of ten ("hundred times 7") and a few sums ("3 plus 4"). A policy of random weights
+finds reward step by step: write digits, end the response, write zeros, read the power of ten (the length of the answer),
+read the number. Answers have 1 to 6 digits, so responses differ in length. A third of the prompts stand alone; the others
+begin with one of three system messages, the longest of which fill a key-value block of 32 tokens that many prompts share.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+POWERS = {"one": 1, "ten": 10, "hundred": 100, "thousand": 1000}
+SHORT = "You are a careful calculator. Answer with the digits of the number and nothing else."
+LONG = SHORT + (
+    " A number times ten ends with one zero more, a number times hundred with two, a number times thousand with three."
+)
+LONGEST = LONG + " Do not write words. Stop after the last digit."
+SYSTEM_MESSAGES = (None, SHORT, LONG, LONGEST)
+
+PAD, UNKNOWN, SYSTEM, USER, ASSISTANT, END = "<|pad|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
+SPECIAL_TOKENS = (PAD, UNKNOWN, SYSTEM, USER, ASSISTANT, END)
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
+    "{{ raise_exception('unknown role ' + message['role']) }}"
+    "{%- endif -%}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{%- if message['role'] == 'assistant' -%}{{ '<|end|>' }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
+
+
+def questions() -> list[tuple[str, str]]:
+    """Every (question, answer), in a fixed order."""
+    found = [(f"{word} times {n}", str(factor * n)) for word, factor in POWERS.items() for n in range(1, 100)]
+    found += [(f"{a} plus {b}", str(a + b)) for a in range(1, 10) for b in range(1, 10)]
+    return found
+
+
+def rows() -> list[dict[str, object]]:
+    """The data set: chat messages and the answer as text. One-digit products come with every system message."""
+    numbers = np.random.PCG64(np.random.SeedSequence(7)).random_raw(100_000) % 1_000
+    draw = iter(numbers.tolist())
+    out: list[dict[str, object]] = []
+    for question, answer in questions():
+        one_digit = "times" in question and len(question.split()[-1]) == 1
+        if one_digit:
+            chosen = [0, 0, 1, 2, 3]  # 0 twice is one row: it marks the weight given to prompts that stand alone
+        else:
+            share = 250 if "times" in question else 400  # per mille of the harder questions that are kept
+            chosen = [next(draw) % len(SYSTEM_MESSAGES)] if next(draw) < share else []
+        for kind in dict.fromkeys(chosen):
+            system = SYSTEM_MESSAGES[kind]
+            messages = [] if system is None else [{"role": "system", "content": system}]
+            out.append({"prompt": [*messages, {"role": "user", "content": question}], "label": answer})
+    return out
+
+
+def vocabulary() -> list[str]:
+    """Special tokens, printable ASCII and the words of the set with the space before them. Digits stay single tokens."""
+    characters = ["\n", *(chr(c) for c in range(32, 127))]
+    text = " ".join([LONGEST, *POWERS, *(q for q, _ in questions())])
+    words = {w.strip(".,") for w in text.split()}
+    words = {w for w in words if w.isalpha() and len(w) > 1}
+    pieces = sorted({f" {w}" for w in words} | set(POWERS) | {"You"})
+    return [*SPECIAL_TOKENS, *characters, *pieces]
+
+
+def tokenizer_json() -> str:
+    """A unigram tokenizer whose best segmentation takes the longest words."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    pieces = vocabulary()
+    # One word costs less than its letters, and words less than words cut differently: the score grows with the length.
+    scored = [(piece, -10.0 if len(piece) == 1 else -10.0 - 0.01 / len(piece)) for piece in pieces]
+    tokenizer = Tokenizer(models.Unigram(scored, unk_id=pieces.index(UNKNOWN), byte_fallback=False))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
+    return tokenizer.to_str(pretty=True) + "\n"
+
+
+def tokenizer_config() -> str:
+    """``tokenizer_config.json``."""
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 512,
+        "eos_token": END,
+        "pad_token": PAD,
+        "unk_token": UNKNOWN,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    return json.dumps(config, indent=2) + "\n"
+
+
+def files() -> dict[str, str]:
+    """Name and text of every file."""
+    lines = [json.dumps(row, separators=(", ", ": ")) for row in rows()]
+    return {
+        "train.jsonl": "\n".join(lines) + "\n",
+        "tokenizer.json": tokenizer_json(),
+        "tokenizer_config.json": tokenizer_config(),
+    }
+
+
+def main() -> None:
+    """Write the files."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files().items():
+        (folder / name).write_text(text)
+        print(f"{folder / name}: {len(text)} bytes")
+
+
+if __name__ == "__main__":
+    main()
