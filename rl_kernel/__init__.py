@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from rl_kernel.contract import contract_for, fingerprint, padded_vocab_size, require_equal
 from rl_kernel.errors import ContractError, RLKernelError, UnsupportedError
+from rl_kernel.ops.attention import attention_paged, attention_varlen
 from rl_kernel.ops.collectives import all_gather, all_reduce, copy_to_group, reduce_scatter
 from rl_kernel.ops.embedding import embedding
 from rl_kernel.ops.linear import column_parallel_linear, linear
@@ -24,6 +25,8 @@ __all__ = [
     "UnsupportedError",
     "all_gather",
     "all_reduce",
+    "attention_paged",
+    "attention_varlen",
     "build_cos_sin_cache",
     "column_parallel_linear",
     "contract_for",

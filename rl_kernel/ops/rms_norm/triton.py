@@ -117,7 +117,7 @@ def _backward(
     weight = tl.load(weight_ptr + column, mask=valid, other=0.0).to(tl.float32)
     dweight = tl.zeros([P], dtype=tl.float32)
     first = block.to(tl.int64) * TOKENS
-    for i in range(0, min(TOKENS, rows - block * TOKENS)):
+    for i in range(min(TOKENS, rows - block * TOKENS)):
         row = first + i
         at = row * H + column
         dy = tl.load(dy_ptr + at, mask=valid, other=0.0).to(tl.float32)
@@ -138,7 +138,7 @@ def _backward(
 def _sum_partials(partial_ptr, out_ptr, blocks, H, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
-    for block in range(0, blocks):
+    for block in range(blocks):
         total += tl.load(partial_ptr + block * H + column, mask=column < H, other=0.0)
     tl.store(out_ptr + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
 
