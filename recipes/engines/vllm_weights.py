@@ -143,27 +143,70 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(view), b.contiguous().view(view))
 
 
-def differences(model: torch.nn.Module, named: Mapping[str, torch.Tensor], *, packed_ok: bool) -> list[str]:
+def differences(model: torch.nn.Module, named: Mapping[str, torch.Tensor], *, stock: bool = False) -> list[str]:
     """Names of tensors that ``model`` does not hold byte for byte after loading ``named``.
 
     Args:
-        packed_ok: skip parameters that a stock layer has repacked and emptied.
+        stock: skip parameters that a stock layer has repacked and emptied (``stale_products`` looks at those).
     """
     wrong: list[str] = []
     modules = dict(model.named_modules())
     for piece in pieces(model)[0]:
         weight = modules[piece.module].weight.data
-        if packed_ok and weight.numel() == 0:
+        if stock and weight.numel() == 0:
             continue
-        given = piece.shard(named[piece.name]).to(weight.device)
-        if not same_bytes(piece.local(weight), given):
+        if not same_bytes(piece.local(weight), piece.shard(named[piece.name]).to(weight.device)):
             wrong.append(piece.name)
-    if not packed_ok:
-        for path, module in modules.items():
-            index = getattr(module, "shard_indices", None)
-            if index is not None and module.weight.data[index.num_org_elements :].count_nonzero():
-                wrong.append(f"{path}.weight (vocabulary padding is not zero)")
+    for path, module in modules.items():
+        index = getattr(module, "shard_indices", None)
+        if index is not None and module.weight.data[index.num_org_elements :].count_nonzero():
+            wrong.append(f"{path}.weight (vocabulary padding is not zero)")
     return wrong
+
+
+def stale_products(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that stock layers do not multiply by after loading ``named``.
+
+    Stock layers may keep a repacked copy only, so the product with one random row stands in for the bytes.
+    """
+    embedding = require("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding")
+    linear = require("vllm.model_executor.layers.linear", "LinearBase")
+    wrong: list[str] = []
+    parts: dict[str, list[Piece]] = {}
+    for piece in pieces(model)[0]:
+        parts.setdefault(piece.module, []).append(piece)
+    tables = {
+        id(module.weight): path for path, module in model.named_modules() if path in parts and hasattr(module, "weight")
+    }
+    for path, module in model.named_modules():
+        if not isinstance(module, (linear, embedding)):
+            continue
+        of_module = parts.get(path) or parts.get(tables.get(id(module.weight), ""), [])  # a tied head is the embedding
+        if not of_module:
+            continue
+        full = torch.cat([piece.shard(named[piece.name]) for piece in of_module])
+        device = next(model.parameters()).device
+        x = torch.randn(1, full.shape[1], generator=torch.Generator().manual_seed(0)).to(device, full.dtype)
+        found = module.quant_method.apply(module, x)[:, : full.shape[0]].float()
+        expected = x.float() @ full.to(device).float().T
+        if not torch.allclose(found, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max())):
+            wrong.append(
+                of_module[0].name if len(of_module) == 1 else f"{path} ({', '.join(p.name for p in of_module)})"
+            )
+    return wrong
+
+
+def _load_stock(model: Any, runner: Any, named: dict[str, torch.Tensor]) -> None:
+    """Stock layers repack their weights, so vLLM's reload path has to run, and once more for a tied head: it shares the
+    embedding's parameter, and the reload repacks a shared parameter for its first owner only."""
+    embedding = require("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding")
+    head = require("vllm.model_executor.layers.vocab_parallel_embedding", "ParallelLMHead")
+    tables = [m for m in model.modules() if isinstance(m, embedding) and not isinstance(m, head)]
+    tied = [(h, t) for h in model.modules() if isinstance(h, head) for t in tables if h.weight is t.weight]
+    runner.reload_weights(weights_iterator=iter(named.items()))
+    for module, table in tied:
+        module.weight = table.weight
+        module.quant_method.process_weights_after_loading(module)
 
 
 class WorkerExtension:
@@ -206,8 +249,8 @@ class WorkerExtension:
                 if strict:
                     # Replaced layers keep plain parameters, so the loader writes where the operators read.
                     model.load_weights(iter(named.items()))
-                else:
-                    self.model_runner.reload_weights(weights_iterator=iter(named.items()))
-            return differences(model, named, packed_ok=not strict)
+                    return differences(model, named)
+                _load_stock(model, self.model_runner, named)
+                return differences(model, named, stock=True) or stale_products(model, named)
         except Exception as error:  # noqa: BLE001 - reported to the engine, which raises
             return [f"{type(error).__name__}: {error}"]

@@ -8,10 +8,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import vllm_helpers as helpers
-
 from recipes.engines.types import Sample, SamplingParams
 from recipes.engines.vllm import VllmEngine
+from tests.engines import vllm_helpers as helpers
 
 pytestmark = pytest.mark.engines
 

@@ -10,12 +10,11 @@ import torch
 
 pytest.importorskip("vllm")
 
-import vllm_helpers as helpers
-
 from recipes.engines.types import SamplingParams
 from recipes.engines.vllm import VllmEngine
 from recipes.engines.weights import content_hash
 from recipes.errors import ConfigError, DataError, EngineError, WeightSyncError
+from tests.engines import vllm_helpers as helpers
 
 pytestmark = pytest.mark.engines
 PARAMS = SamplingParams(max_tokens=8)

@@ -39,13 +39,15 @@ def start(model: ModelConfig, mode: str = "strict", **rollout: object) -> VllmEn
 
 
 def random_weights(tensors: dict[str, tuple[tuple[int, ...], str]], seed: int) -> dict[str, torch.Tensor]:
-    """N(0, 0.02), with norms around 1 and a head that spreads the distribution."""
+    """N(0, 0.02), with norms around 1 and a head that spreads the distribution a little."""
     generator = torch.Generator().manual_seed(seed)
+    scale = {"embed_tokens": 0.05, "lm_head": 0.1}
     weights = {}
     for name in sorted(tensors):
         shape, dtype = tensors[name]
-        value = torch.randn(shape, generator=generator) * (0.2 if "norm" in name or "embed" in name else 0.02)
-        weights[name] = (value + 1 if "norm" in name else value).to(getattr(torch, dtype))
+        value = torch.randn(shape, generator=generator)
+        value = 1 + 0.2 * value if "norm" in name else value * scale.get(name.split(".")[-2], 0.02)
+        weights[name] = value.to(getattr(torch, dtype))
     return weights
 
 
