@@ -161,7 +161,7 @@ def _verdict(run: RunData, figures: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _tiles(figures: Mapping[str, Any]) -> str:
     first, last = figures["reward_first"], figures["reward_last"]
-    change = "" if first is None or last is None else f"{last - first:+.3f} against the first {WINDOW} steps"
+    change = "" if first is None or last is None else f"first {WINDOW} steps: {_number(first)}"
     tiles = (
         ("Steps", _number(figures["steps"]), _duration(figures["seconds"]) + " in all"),
         ("Tokens compared", _number(figures["active_tokens"]), f"{_number(figures['nonfinite_count'])} not finite"),
