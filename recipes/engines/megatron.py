@@ -11,8 +11,10 @@ the layer spec), :mod:`megatron_weights` (Hugging Face names), :mod:`megatron_op
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -127,6 +129,7 @@ class MegatronEngine:
         seed: int = 0,
         timeout_s: float = 300.0,
     ) -> None:
+        _quiet()
         from megatron.core import parallel_state
 
         from recipes.engines import megatron_model as mm
@@ -175,7 +178,8 @@ class MegatronEngine:
     def forward_logp(self, batch: PackedBatch, temperature: float = 1.0) -> rl_kernel.LinearLogpOutput:
         """Log-probability, log-sum-exp and entropy of every target of ``batch``, fp32 [T] on the CPU.
 
-        Position t holds ``log softmax(logits[t] / temperature)[target_ids[t]]``; 0 where the target is ignored.
+        Position t holds ``log softmax(logits[t] / temperature)[target_ids[t]]``; 0 where the target is ignored. Under
+        context parallelism: of the positions that ``megatron_model.local_rows`` gives this rank.
 
         Guarantee (strict): bits depend on the weights and on the tokens of the same sequence up to t alone, not on the
         other sequences, the packing, the tensor- or context-parallel size or the number of threads.
@@ -282,7 +286,10 @@ class MegatronEngine:
             return
         for name, param in self.model.named_parameters():  # a broken weight is the usual cause: name it
             weights.require_finite(param.detach(), f"weight {name}")
-        row = int((~torch.isfinite(rows)).nonzero()[0])
+        from recipes.engines.megatron_model import local_rows
+
+        index = local_rows(self.model, batch, torch.arange(batch.num_tokens, device=rows.device))
+        row = int(index[~torch.isfinite(rows)][0])
         sequence = int(torch.searchsorted(batch.cu_seqlens.long(), row, right=True)) - 1
         raise EngineError(
             f"not finite, first at position {row - int(batch.cu_seqlens[sequence])} of sample "
@@ -447,6 +454,12 @@ class MegatronEngine:
             parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _quiet() -> None:
+    """Keep Megatron's notices (absent Apex, deprecated names) out of the log of a process that this engine owns."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\.")
 
 
 def _rng_state() -> dict[str, Any]:

@@ -147,4 +147,6 @@ def attention(
     layout = layout_of(packed, group, query.shape[0])
     key = _GatherKeys.apply(key, layout, group)
     value = _GatherKeys.apply(value, layout, group)
-    return rl_kernel.attention_varlen(query, key, value, layout.cu_q, layout.cu_k, softmax_scale=softmax_scale)
+    out = rl_kernel.attention_varlen(query, key, value, layout.cu_q, layout.cu_k, softmax_scale=softmax_scale)
+    assert isinstance(out, torch.Tensor)  # a pair only with return_lse
+    return out

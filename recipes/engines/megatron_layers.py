@@ -303,8 +303,10 @@ class StrictCoreAttention(MegatronModule):
         key = rl_kernel.rope(key.contiguous(), positions, table)
         value = value.contiguous()
         if cp_group is None:
-            cu = packed_seq_params.cu_seqlens_q
+            padded = packed_seq_params.cu_seqlens_q_padded
+            cu = packed_seq_params.cu_seqlens_q if padded is None else padded
             out = rl_kernel.attention_varlen(query, key, value, cu, softmax_scale=self.softmax_scale)
+            assert isinstance(out, torch.Tensor)  # a pair only with return_lse
         else:
             out = megatron_cp.attention(query, key, value, packed_seq_params, cp_group, self.softmax_scale)
         return out.reshape(tokens, -1)

@@ -239,25 +239,21 @@ def _take_hidden(hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
 
 
 def strict_logp(model: Any, packed: PackedBatch, temperature: float) -> rl_kernel.LinearLogpOutput:
-    """logp, lse and entropy, fp32 [T]; 0 where the target is ignored.
+    """logp, lse and entropy, fp32 [T]; 0 where the target is ignored."""
+    from recipes.engines.megatron_layers import options_of
 
-    Only rows with a target are projected: a row's bits do not depend on its neighbours.
-    """
     hidden, head = hidden_states(model, packed), lm_head_of(model)
-    targets = packed.target_ids
-    if model.config.context_parallel_size > 1:
-        targets = local_rows(model, packed, targets)
-    rows = (targets != IGNORE_INDEX).nonzero().squeeze(-1)
-    out = rl_kernel.linear_logp(
-        hidden.index_select(0, rows),
+    return rl_kernel.linear_logp(
+        hidden,
         head.weight,
-        targets.index_select(0, rows),
+        local_rows(model, packed, packed.target_ids),
         tp_group=head.tp_group,
         vocab_start_index=head.vocab_start_index,
         global_vocab_size=head.global_vocab_size,
         temperature=temperature,
+        ignore_index=IGNORE_INDEX,
+        grad_segments=options_of(model.config).segments,
     )
-    return rl_kernel.LinearLogpOutput(*(_scatter(part, rows, targets.numel()) for part in out))
 
 
 def local_rows(model: Any, packed: PackedBatch, values: torch.Tensor) -> torch.Tensor:
@@ -270,10 +266,6 @@ def local_rows(model: Any, packed: PackedBatch, values: torch.Tensor) -> torch.T
 
     group = parallel_state.get_context_parallel_group()
     return values[megatron_cp.build_layout(packed.cu_seqlens, group.rank(), group.size()).tokens]
-
-
-def _scatter(values: torch.Tensor, rows: torch.Tensor, size: int) -> torch.Tensor:
-    return values.new_zeros(size).index_copy(0, rows, values)
 
 
 def strict_values(model: Any, packed: PackedBatch) -> torch.Tensor:
@@ -319,7 +311,8 @@ def native_logp(model: Any, packed: PackedBatch, temperature: float) -> rl_kerne
         torch.logsumexp(logits, dim=-1),
         -(log_probs.exp() * log_probs).sum(-1),
     )
-    return rl_kernel.LinearLogpOutput(*(_scatter(part, rows, targets.numel()) for part in parts))
+    zeros = torch.zeros(targets.numel(), device=logits.device)
+    return rl_kernel.LinearLogpOutput(*(zeros.index_copy(0, rows, part) for part in parts))
 
 
 def native_values(model: Any, packed: PackedBatch) -> torch.Tensor:

@@ -1,0 +1,249 @@
+"""What the Megatron tests run inside training processes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from recipes.engines.types import PackedBatch
+from tests.engines.megatron_ranks import Case, make_batch, make_samples, nll, raw, squared
+
+
+def forward(rank: int, port: int, case: Case, temperature: float, pad: int = 1) -> dict[str, Any]:
+    """Log-probabilities of the standard batch and the weight hash."""
+    engine = case.engine(rank, port)
+    batch = make_batch(pad_to_multiple=pad)
+    out = engine.forward_logp(batch, temperature)
+    active = batch.active
+    result = {
+        "bytes": b"".join(raw(part[active]) for part in out),
+        "logp": out.logp[active].numpy(),
+        "hash": engine.weight_hash(),
+        "info": engine.info(),
+    }
+    engine.shutdown()
+    return result
+
+
+def splits(rank: int, port: int, case: Case) -> dict[str, bytes]:
+    """One batch in one pack, in packs of two, alone, and in another order."""
+    engine = case.engine(rank, port)
+    samples = make_samples(6)
+
+    def logp(order: list[int]) -> dict[int, bytes]:
+        batch = PackedBatch.from_samples([samples[i] for i in order], indices=order)
+        out, borders = engine.forward_logp(batch, 0.7).logp, batch.cu_seqlens.tolist()
+        return {
+            i: raw(out[a:b][batch.active[a:b]]) for i, a, b in zip(batch.sample_index.tolist(), borders, borders[1:])
+        }
+
+    ways = {
+        "together": logp(list(range(6))),
+        "pairs": {k: v for n in (0, 2, 4) for k, v in logp([n, n + 1]).items()},
+        "alone": {k: v for n in range(6) for k, v in logp([n]).items()},
+        "reversed": logp([5, 4, 3, 2, 1, 0]),
+    }
+    engine.shutdown()
+    return {name: b"".join(part[i] for i in range(6)) for name, part in ways.items()}
+
+
+def train(rank: int, port: int, case: Case, steps: int, folder: str = "", save_at: int = -1) -> dict[str, Any]:
+    """``steps`` updates on two micro-batches a data-parallel rank; resumes from ``folder`` if it holds a state."""
+    engine = case.engine(rank, port)
+    first = 0
+    if folder and os.path.isdir(folder):
+        engine.load_state(folder)
+        first = engine.weight_version
+    dp_rank = rank // (case.tp * case.cp)
+    history = []
+    for step in range(first, steps):
+        batches = [make_batch(4, seed=100 * step + 10 * dp_rank + n) for n in range(2)]
+        scale = 1.0 / 200.0
+        loss = squared(scale) if case.role == "critic" else nll(scale)
+        metrics = engine.forward_backward(batches, loss, 0.7)
+        result = engine.optimizer_step()
+        history.append((sum(m["loss"] for m in metrics), result["grad_norm"], result["lr"]))
+        if step == save_at:
+            engine.save_state(folder)
+    batch = make_batch()
+    if case.role == "critic":
+        last = raw(engine.forward_values(batch))
+    else:
+        last = b"".join(raw(part) for part in engine.forward_logp(batch, 1.3))
+    result = {"history": history, "hash": engine.weight_hash(), "last": last}
+    engine.shutdown()
+    return result
+
+
+def gradients(rank: int, port: int, case: Case) -> dict[str, np.ndarray]:
+    """fp32 gradient of the loss under Hugging Face names, before any update."""
+    from recipes.engines import megatron_weights
+
+    engine = case.engine(rank, port)
+    engine.forward_backward([make_batch()], nll(1.0 / 100.0), 0.7)
+    grads = {name: param.main_grad for name, param in engine.model.named_parameters()}
+    full = dict(megatron_weights.export(grads, engine.config, engine.tp_group))
+    result = {name: grad.detach().cpu().numpy().copy() for name, grad in full.items()}
+    engine.shutdown()
+    return result
+
+
+def round_trip(rank: int, port: int, case: Case) -> dict[str, Any]:
+    """Train, export, load the export into a second engine of the same process, compare."""
+    engine = case.engine(rank, port)
+    before = engine.weight_hash()
+    engine.forward_backward([make_batch()], nll(0.01))
+    engine.optimizer_step()
+    exported, trained = engine.export_hf_weights(), engine.weight_hash()
+    case.role = "reference"
+    reference = case.engine(rank, port)
+    start = reference.weight_hash()
+    reference.load_hf_weights(exported, version=5)
+    batch = make_batch()
+    same = raw(reference.forward_logp(batch).logp) == raw(engine.forward_logp(batch).logp)
+    result = {
+        "before": before,
+        "trained": trained,
+        "start": start,
+        "loaded": reference.weight_hash(),
+        "same_logp": same,
+        "shapes": {name: tuple(t.shape) for name, t in exported.items()},
+    }
+    engine.shutdown()
+    return result
+
+
+def head(rank: int, port: int, case: Case) -> dict[str, Any]:
+    """The LM head as other loops read it."""
+    from recipes.engines.megatron import lm_head_of
+
+    engine = case.engine(rank, port)
+    assert engine.optimizer is not None
+    found = lm_head_of(engine.optimizer.ddp)  # wrapped: the head is found through DDP
+    tied = found.weight is engine.model.embedding.word_embeddings.weight
+    result = {
+        "shape": tuple(found.weight.shape),
+        "start": found.vocab_start_index,
+        "vocab": found.global_vocab_size,
+        "padded": found.padded_vocab_size,
+        "ranks": found.tp_group.size(),
+        "tied": tied,
+        "zero_padding": not bool(found.weight[max(0, found.global_vocab_size - found.vocab_start_index) :].any()),
+    }
+    engine.shutdown()
+    return result
+
+
+def errors(rank: int, port: int, folder: str) -> dict[str, str]:
+    """Every refusal of one engine, by name."""
+    case = Case()
+    engine = case.engine(rank, port)
+    batch = make_batch()
+    found: dict[str, str] = {}
+
+    def refused(name: str, call: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            call(*args, **kwargs)
+            found[name] = "not refused"
+        except Exception as error:  # noqa: BLE001 - the test reads its type and text
+            found[name] = f"{type(error).__name__}: {error}"
+
+    bad = make_batch()
+    bad.tokens[3] = 300
+    refused("token", engine.forward_logp, bad)
+    long = PackedBatch.from_samples(make_samples(1, longest=40) * 1)
+    long.cu_seqlens[-1] = 999
+    refused("long", engine.forward_logp, long)
+    refused("role", engine.forward_values, batch)
+    refused("loss", engine.forward_backward, [batch], lambda logp, entropy, b: (logp.sum() * float("nan"), {}))
+
+    weights = engine.export_hf_weights()
+    held = engine.weight_hash()
+    refused("missing", engine.load_hf_weights, {k: v for k, v in weights.items() if "q_norm" not in k})
+    refused("extra", engine.load_hf_weights, {**weights, "model.layers.9.mlp.up_proj.weight": torch.zeros(1)})
+    refused("shape", engine.load_hf_weights, {**weights, "model.norm.weight": torch.ones(3)})
+    broken = {**weights, "model.norm.weight": weights["model.norm.weight"].clone()}
+    broken["model.norm.weight"][5] = float("nan")
+    refused("nan_loaded", engine.load_hf_weights, broken)
+    engine.load_hf_weights(weights)
+
+    def poison(logp: torch.Tensor, entropy: torch.Tensor, b: PackedBatch) -> Any:
+        engine.model.decoder.layers[1].mlp.linear_fc2.weight.main_grad[0, 0] = float("inf")
+        return logp.sum(), {}
+
+    engine.forward_backward([batch], poison)
+    refused("nan_gradient", engine.optimizer_step)
+    found["unchanged"] = str(engine.weight_hash() == held)
+
+    with torch.no_grad():
+        engine.model.decoder.layers[0].self_attention.linear_qkv.weight[1, 2] = float("nan")
+    refused("nan_weight", engine.forward_logp, batch)
+    engine.load_hf_weights(weights)
+
+    engine.save_state(folder)
+    size = os.path.getsize(os.path.join(folder, "policy_rank0.pt"))
+    real, os.fsync = os.fsync, lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    refused("disk", engine.save_state, folder)
+    os.fsync = real
+    found["kept"] = str(sorted(os.listdir(folder)) == ["policy_rank0.pt"] and size > 0)
+    engine.load_state(folder)
+    refused("no_state", engine.load_state, folder + "/nothing")
+    with open(os.path.join(folder, "policy_rank0.pt"), "r+b") as file:
+        file.truncate(size // 2)
+    refused("damaged", engine.load_state, folder)
+    engine.shutdown()
+    return found
+
+
+def refusals_at_start(rank: int, port: int) -> dict[str, str]:
+    """Settings that no engine is built for."""
+    cases = {
+        "world": Case(dp=2, world_size=1),
+        "virtual_tp": Case(virtual_tp=4),  # 2 key/value heads
+        "recompute": Case(train={"recompute": True}),
+        "role": Case(role="judge"),
+    }
+    found = {}
+    for name, case in cases.items():
+        try:
+            case.engine(rank, port)
+            found[name] = "not refused"
+        except Exception as error:  # noqa: BLE001 - the test reads its type and text
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def accumulate(rank: int, port: int, case: Case) -> str:
+    """One update from two micro-batches, dealt to the data-parallel ranks."""
+    engine = case.engine(rank, port)
+    batches = [make_batch(4, seed=n) for n in range(2)]
+    engine.forward_backward(batches if case.dp == 1 else [batches[rank]], nll(1.0 / 200.0))
+    engine.optimizer_step()
+    result = engine.weight_hash()
+    engine.shutdown()
+    return result
+
+
+def context_parallel(rank: int, port: int, case: Case) -> dict[str, Any]:
+    """Log-probabilities by token of a batch whose sequences are multiples of 4, then one update."""
+    from recipes.engines.megatron_model import local_rows
+
+    engine = case.engine(rank, port)
+    batch = PackedBatch.from_samples([_padded(sample, 4) for sample in make_samples(3)])
+    ids = local_rows(engine.model, batch, torch.arange(batch.num_tokens))
+    out = engine.forward_logp(batch, 0.7)
+    logp = dict(zip(ids.tolist(), out.logp.view(torch.int32).tolist()))
+    engine.forward_backward([batch], nll(1.0 / 50.0), 0.7)
+    norm = engine.optimizer_step()["grad_norm"]
+    result = {"logp": logp, "grad_norm": norm, "hash": engine.weight_hash()}
+    engine.shutdown()
+    return result
+
+
+def _padded(sample: Any, multiple: int) -> Any:
+    from dataclasses import replace
+
+    return replace(sample, prompt_ids=sample.prompt_ids + (1,) * (-sample.num_tokens % multiple))
