@@ -19,10 +19,15 @@ def supports_cpu(request: Request) -> str | None:
     return None
 
 
-def need(condition: bool, message: str) -> None:
-    """Raise :class:`ContractError` with ``message`` unless ``condition`` holds."""
-    if not condition:
-        raise ContractError(message)
+class as_contract_errors:  # noqa: N801 - reads as a function in a with statement
+    """Turn a failed check of a compiled kernel (a RuntimeError) into :class:`ContractError`."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, ContractError):
+            raise ContractError(str(error).split("\n", 1)[0]) from error
 
 
 def group_size(group: object | None) -> int:
@@ -40,10 +45,11 @@ def local_segments(name: str, segments: int, ranks: int) -> int:
     Raises:
         ContractError: ``segments`` is not 1, 2, 4 or 8, or not a multiple of ``ranks``.
     """
-    need(segments in (1, 2, 4, 8), f"{name}={segments} must be 1, 2, 4 or 8")
-    need(
-        segments % ranks == 0,
-        f"{name}={segments} must be a multiple of the tensor-parallel size {ranks}: a rank owns whole leaves. "
-        f"Raise consistency.virtual_tp to at least {ranks}",
-    )
+    if segments not in (1, 2, 4, 8):
+        raise ContractError(f"{name}={segments} must be 1, 2, 4 or 8")
+    if segments % ranks:
+        raise ContractError(
+            f"{name}={segments} must be a multiple of the tensor-parallel size {ranks}: a rank owns whole leaves. "
+            f"Raise consistency.virtual_tp to at least {ranks}"
+        )
     return segments // ranks

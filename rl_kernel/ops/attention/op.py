@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from rl_kernel import registry
-from rl_kernel.ops._common import need
+from rl_kernel.errors import ContractError
+from rl_kernel.ops._operator import Operator
 
 __all__ = ["attention_paged", "attention_varlen"]
 
@@ -16,19 +17,12 @@ def _module(x: torch.Tensor) -> Any:
     return registry.resolve("attention", x.device, x.dtype).module
 
 
-@torch.library.custom_op("rl_kernel::attention_varlen", mutates_args=())
-def _varlen(
+def _varlen_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _module(q).varlen_forward(q, k, v, cu_q, cu_k, scale)
 
 
-@_varlen.register_fake
-def _(q, k, v, cu_q, cu_k, scale):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-@torch.library.custom_op("rl_kernel::attention_varlen_backward", mutates_args=())
 def _varlen_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -43,13 +37,7 @@ def _varlen_backward(
     return _module(q).varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, scale)
 
 
-@_varlen_backward.register_fake
-def _(dout, q, k, v, out, lse, cu_q, cu_k, scale):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-@torch.library.custom_op("rl_kernel::attention_paged", mutates_args=())
-def _paged(
+def _paged_forward(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -61,24 +49,35 @@ def _paged(
     return _module(q).paged_forward(q, k_cache, v_cache, block_table, cu_q, seq_lens, scale)
 
 
-@_paged.register_fake
-def _(q, k_cache, v_cache, block_table, cu_q, seq_lens, scale):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape)
+class _Gradient:
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        *tensors, ctx.scale = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, _: Any) -> tuple:
+        q, k, v, cu_q, cu_k, out, lse = ctx.saved_tensors
+        return *_attention_varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, ctx.scale), None, None, None
 
 
-def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _backward(ctx: Any, dout: torch.Tensor, _: Any) -> tuple:
-    q, k, v, cu_q, cu_k, out, lse = ctx.saved_tensors
-    grads = torch.ops.rl_kernel.attention_varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k, ctx.scale)
-    return *grads, None, None, None
-
-
-_varlen.register_autograd(_backward, setup_context=_setup)
+_attention_varlen = Operator(
+    "attention_varlen",
+    _varlen_forward,
+    lambda q, k, v, cu_q, cu_k, scale: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)),
+    _Gradient,
+)
+_attention_varlen_backward = Operator(
+    "attention_varlen_backward",
+    _varlen_backward,
+    lambda dout, q, k, v, out, lse, cu_q, cu_k, scale: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+)
+_attention_paged = Operator(
+    "attention_paged",
+    _paged_forward,
+    lambda q, k_cache, v_cache, block_table, cu_q, seq_lens, scale: q.new_empty(q.shape),
+)
 
 
 def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
@@ -110,27 +109,24 @@ def attention_varlen(
         out [T, Hq, D] (rows outside every sequence are zero), or (out, lse).
 
     Raises:
-        ContractError: shapes or dtypes do not fit.  RuntimeError: offsets do not (cpu).
+        ContractError: shapes, dtypes or (cpu) offsets do not fit.
 
     Guarantee: a row's bits depend on its query and the keys and values of its own sequence up to its own position,
     and equal those of :func:`attention_paged`. Keys in blocks of 32 from position 0 (cpu family), online softmax,
     fp32 state, P rounded to the dtype before P V, one final rounding.
     """
-    need(
-        q.dim() == k.dim() == v.dim() == 3 and k.shape == v.shape and q.shape[2] == k.shape[2],
-        f"attention_varlen: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be [T, heads, D]",
-    )
-    need(
-        k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0,
-        f"attention_varlen: {q.shape[1]} query heads are not a multiple of {k.shape[1]} kv heads",
-    )
-    need(q.dtype == k.dtype == v.dtype, f"attention_varlen: q {q.dtype}, k {k.dtype}, v {v.dtype} must be one dtype")
+    if not (q.dim() == k.dim() == v.dim() == 3 and k.shape == v.shape and q.shape[2] == k.shape[2]):
+        raise ContractError(
+            f"attention_varlen: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be [T, heads, D]"
+        )
+    if not (k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0):
+        raise ContractError(f"attention_varlen: {q.shape[1]} query heads are not a multiple of {k.shape[1]} kv heads")
+    if not (q.dtype == k.dtype == v.dtype):
+        raise ContractError(f"attention_varlen: q {q.dtype}, k {k.dtype}, v {v.dtype} must be one dtype")
     cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    need(
-        cu_seqlens_q.dim() == 1 and cu_seqlens_q.shape == cu_k.shape and cu_k.numel() > 0,
-        "attention_varlen: cu_seqlens_q and cu_seqlens_k must both be [B + 1]",
-    )
-    out, lse = torch.ops.rl_kernel.attention_varlen(q, k, v, cu_seqlens_q, cu_k, _scale(q, softmax_scale))
+    if not (cu_seqlens_q.dim() == 1 and cu_seqlens_q.shape == cu_k.shape and cu_k.numel() > 0):
+        raise ContractError("attention_varlen: cu_seqlens_q and cu_seqlens_k must both be [B + 1]")
+    out, lse = _attention_varlen(q, k, v, cu_seqlens_q, cu_k, _scale(q, softmax_scale))
     return (out, lse) if return_lse else out
 
 
@@ -158,28 +154,22 @@ def attention_paged(
         out [T, Hq, D]; rows outside every sequence are zero.
 
     Raises:
-        ContractError: shapes or dtypes do not fit.  RuntimeError: a length or page is out of range (cpu).
+        ContractError: shapes or dtypes do not fit, or (cpu) a length or page is out of range.
 
     Guarantee: the bits of :func:`attention_varlen` on the same sequence, whatever the page size, the order of pages,
     the chunking and the other sequences of the call.
     """
-    need(
-        q.dim() == 3 and k_cache.dim() == 4 and k_cache.shape == v_cache.shape and q.shape[2] == k_cache.shape[3],
-        f"attention_paged: q {tuple(q.shape)} must be [T, heads, D] and the caches {tuple(k_cache.shape)}, "
-        f"{tuple(v_cache.shape)} [blocks, block size, kv heads, D]",
-    )
-    need(
-        k_cache.shape[2] > 0 and q.shape[1] % k_cache.shape[2] == 0,
-        f"attention_paged: {q.shape[1]} query heads are not a multiple of {k_cache.shape[2]} kv heads",
-    )
-    need(
-        q.dtype == k_cache.dtype == v_cache.dtype,
-        f"attention_paged: q {q.dtype}, caches {k_cache.dtype}, {v_cache.dtype} must be one dtype",
-    )
-    need(
-        block_table.dim() == 2 and cu_seqlens_q.numel() == seq_lens.numel() + 1,
-        "attention_paged: block_table must be [B, pages], cu_seqlens_q [B + 1] and seq_lens [B]",
-    )
-    return torch.ops.rl_kernel.attention_paged(
-        q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, _scale(q, softmax_scale)
-    )
+    if not (q.dim() == 3 and k_cache.dim() == 4 and k_cache.shape == v_cache.shape and q.shape[2] == k_cache.shape[3]):
+        raise ContractError(
+            f"attention_paged: q {tuple(q.shape)} must be [T, heads, D] and the caches {tuple(k_cache.shape)}, "
+            f"{tuple(v_cache.shape)} [blocks, block size, kv heads, D]"
+        )
+    if not (k_cache.shape[2] > 0 and q.shape[1] % k_cache.shape[2] == 0):
+        raise ContractError(
+            f"attention_paged: {q.shape[1]} query heads are not a multiple of {k_cache.shape[2]} kv heads"
+        )
+    if not (q.dtype == k_cache.dtype == v_cache.dtype):
+        raise ContractError(f"attention_paged: q {q.dtype}, caches {k_cache.dtype}, {v_cache.dtype} must be one dtype")
+    if not (block_table.dim() == 2 and cu_seqlens_q.numel() == seq_lens.numel() + 1):
+        raise ContractError("attention_paged: block_table must be [B, pages], cu_seqlens_q [B + 1] and seq_lens [B]")
+    return _attention_paged(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, _scale(q, softmax_scale))

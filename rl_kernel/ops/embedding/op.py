@@ -7,7 +7,10 @@ from typing import Any
 import torch
 
 from rl_kernel import registry
-from rl_kernel.ops._common import group_size, need
+from rl_kernel.errors import ContractError
+from rl_kernel.ops._common import group_size
+from rl_kernel.ops._operator import Operator
+from rl_kernel.ops.collectives import op as collectives
 
 __all__ = ["embedding"]
 
@@ -16,38 +19,38 @@ def _module(x: torch.Tensor) -> Any:
     return registry.resolve("embedding", x.device, x.dtype).module
 
 
-@torch.library.custom_op("rl_kernel::embedding", mutates_args=())
-def _embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_start_index: int) -> torch.Tensor:
+def _forward(ids: torch.Tensor, weight: torch.Tensor, vocab_start_index: int) -> torch.Tensor:
     return _module(weight).forward(ids, weight, vocab_start_index)
 
 
-@torch.library.custom_op("rl_kernel::embedding_backward", mutates_args=())
-def _embedding_backward(dy: torch.Tensor, ids: torch.Tensor, num_rows: int, vocab_start_index: int) -> torch.Tensor:
+def _backward(dy: torch.Tensor, ids: torch.Tensor, num_rows: int, vocab_start_index: int) -> torch.Tensor:
     return _module(dy).backward(dy, ids, num_rows, vocab_start_index)
 
 
-@_embedding.register_fake
-def _(ids, weight, vocab_start_index):  # type: ignore[no-untyped-def]
-    return weight.new_empty((ids.shape[0], weight.shape[1]))
+class _Gradient:
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        ids, weight, ctx.vocab_start_index = inputs
+        ctx.save_for_backward(ids)
+        ctx.num_rows = weight.shape[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple:
+        (ids,) = ctx.saved_tensors
+        return None, _embedding_backward(dy, ids, ctx.num_rows, ctx.vocab_start_index), None
 
 
-@_embedding_backward.register_fake
-def _(dy, ids, num_rows, vocab_start_index):  # type: ignore[no-untyped-def]
-    return dy.new_empty((num_rows, dy.shape[1]))
-
-
-def _setup(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    ids, weight, ctx.vocab_start_index = inputs
-    ctx.save_for_backward(ids)
-    ctx.num_rows = weight.shape[0]
-
-
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple:
-    (ids,) = ctx.saved_tensors
-    return None, torch.ops.rl_kernel.embedding_backward(dy, ids, ctx.num_rows, ctx.vocab_start_index), None
-
-
-_embedding.register_autograd(_backward, setup_context=_setup)
+_embedding = Operator(
+    "embedding",
+    _forward,
+    lambda ids, weight, vocab_start_index: weight.new_empty((ids.shape[0], weight.shape[1])),
+    _Gradient,
+)
+_embedding_backward = Operator(
+    "embedding_backward",
+    _backward,
+    lambda dy, ids, num_rows, vocab_start_index: dy.new_empty((num_rows, dy.shape[1])),
+)
 
 
 class _ReduceRows(torch.autograd.Function):
@@ -56,16 +59,12 @@ class _ReduceRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, group, sequence_parallel):  # type: ignore[no-untyped-def]
-        from rl_kernel.ops.collectives import op as collectives
-
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         reduce = collectives.reduce_scatter if sequence_parallel else collectives.all_reduce
-        return reduce(rows.float(), group, out_dtype=rows.dtype)
+        return reduce(rows, group, out_dtype=rows.dtype)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        from rl_kernel.ops.collectives import op as collectives
-
         return (collectives.all_gather(dy, ctx.group) if ctx.sequence_parallel else dy), None, None
 
 
@@ -94,17 +93,19 @@ def embedding(
 
     Guarantee: same bits for every tensor-parallel size. Backward: a row's tokens ascending in fp32, one rounding.
     """
-    need(weight.dim() == 2, f"embedding: weight must be [V, H], got shape {tuple(weight.shape)}")
-    need(ids.dtype in (torch.int64, torch.int32), f"embedding: ids must be int64 or int32, got {ids.dtype}")
+    if not (weight.dim() == 2):
+        raise ContractError(f"embedding: weight must be [V, H], got shape {tuple(weight.shape)}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ContractError(f"embedding: ids must be int64 or int32, got {ids.dtype}")
     ranks = group_size(tp_group)
     if ids.device.type == "cpu" and tp_group is None and ids.numel():
         low, high = (int(v) for v in torch.aminmax(ids))
-        need(
-            vocab_start_index <= low and high < vocab_start_index + weight.shape[0],
-            f"embedding: ids from {low} to {high} must lie in "
-            f"[{vocab_start_index}, {vocab_start_index + weight.shape[0]}), the rows of weight",
-        )
-    rows = torch.ops.rl_kernel.embedding(ids.reshape(-1), weight, vocab_start_index)
+        if not (vocab_start_index <= low and high < vocab_start_index + weight.shape[0]):
+            raise ContractError(
+                f"embedding: ids from {low} to {high} must lie in "
+                f"[{vocab_start_index}, {vocab_start_index + weight.shape[0]}), the rows of weight"
+            )
+    rows = _embedding(ids.reshape(-1), weight, vocab_start_index)
     if ranks > 1:
         rows = _ReduceRows.apply(rows, tp_group, sequence_parallel)
         if sequence_parallel:

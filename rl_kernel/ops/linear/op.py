@@ -7,13 +7,19 @@ from typing import Any
 import torch
 
 from rl_kernel import registry
-from rl_kernel.ops._common import group_size, local_segments, need
+from rl_kernel.errors import ContractError
+from rl_kernel.ops._common import group_size, local_segments
+from rl_kernel.ops._operator import Operator
+from rl_kernel.ops.collectives import op as collectives
 
 __all__ = ["column_parallel_linear", "linear"]
 
 
-@torch.library.custom_op("rl_kernel::linear", mutates_args=())
-def _linear(
+def _module(x: torch.Tensor) -> Any:
+    return registry.resolve("linear", x.device, x.dtype).module
+
+
+def _matmul(
     x: torch.Tensor,
     weight: torch.Tensor,
     segments: int,
@@ -21,56 +27,57 @@ def _linear(
     parts: int,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    module: Any = registry.resolve("linear", x.device, x.dtype).module
-    return module.matmul(x, weight, segments=segments, out_dtype=out_dtype)
+    return _module(x).matmul(x, weight, segments=segments, out_dtype=out_dtype)
 
 
-@_linear.register_fake
-def _(x, weight, segments, grad_segments, parts, out_dtype):  # type: ignore[no-untyped-def]
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype or x.dtype)
-
-
-@torch.library.custom_op("rl_kernel::linear_dgrad", mutates_args=())
-def _dgrad(
+def _matmul_dgrad(
     dy: torch.Tensor, weight: torch.Tensor, segments: int, parts: int, out_dtype: torch.dtype | None
 ) -> torch.Tensor:
-    module: Any = registry.resolve("linear", weight.device, weight.dtype).module
-    return module.dgrad(dy, weight, segments=segments, parts=parts, out_dtype=out_dtype)
+    return _module(weight).dgrad(dy, weight, segments=segments, parts=parts, out_dtype=out_dtype)
 
 
-@_dgrad.register_fake
-def _(dy, weight, segments, parts, out_dtype):  # type: ignore[no-untyped-def]
-    return dy.new_empty((dy.shape[0], weight.shape[1]), dtype=out_dtype or dy.dtype)
+def _matmul_wgrad(dy: torch.Tensor, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
+    return _module(x).wgrad(dy, x, out_dtype=out_dtype)
 
 
-@torch.library.custom_op("rl_kernel::linear_wgrad", mutates_args=())
-def _wgrad(dy: torch.Tensor, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
-    module: Any = registry.resolve("linear", x.device, x.dtype).module
-    return module.wgrad(dy, x, out_dtype=out_dtype)
+class _Gradient:
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        x, weight, _, ctx.grad_segments, ctx.parts, _ = inputs
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        ctx.dtypes = x.dtype, weight.dtype
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple:
+        x, weight = ctx.saved_tensors
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = _dgrad(dy, weight, ctx.grad_segments, ctx.parts, ctx.dtypes[0])
+        if ctx.needs_input_grad[1]:
+            dw = _wgrad(dy, x, ctx.dtypes[1])
+        return dx, dw, None, None, None, None
 
 
-@_wgrad.register_fake
-def _(dy, x, out_dtype):  # type: ignore[no-untyped-def]
-    return x.new_empty((dy.shape[1], x.shape[1]), dtype=out_dtype or x.dtype)
-
-
-def _setup(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    x, weight, _, ctx.grad_segments, ctx.parts, _ = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-    ctx.dtypes = x.dtype, weight.dtype
-
-
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple:
-    x, weight = ctx.saved_tensors
-    dx = dw = None
-    if ctx.needs_input_grad[0]:
-        dx = torch.ops.rl_kernel.linear_dgrad(dy, weight, ctx.grad_segments, ctx.parts, ctx.dtypes[0])
-    if ctx.needs_input_grad[1]:
-        dw = torch.ops.rl_kernel.linear_wgrad(dy, x, ctx.dtypes[1])
-    return dx, dw, None, None, None, None
-
-
-_linear.register_autograd(_backward, setup_context=_setup)
+_linear = Operator(
+    "linear",
+    _matmul,
+    lambda x, weight, segments, grad_segments, parts, out_dtype: x.new_empty(
+        (x.shape[0], weight.shape[0]), dtype=out_dtype or x.dtype
+    ),
+    _Gradient,
+)
+_dgrad = Operator(
+    "linear_dgrad",
+    _matmul_dgrad,
+    lambda dy, weight, segments, parts, out_dtype: dy.new_empty(
+        (dy.shape[0], weight.shape[1]), dtype=out_dtype or dy.dtype
+    ),
+)
+_wgrad = Operator(
+    "linear_wgrad",
+    _matmul_wgrad,
+    lambda dy, x, out_dtype: x.new_empty((dy.shape[1], x.shape[1]), dtype=out_dtype or x.dtype),
+)
 
 
 class _RowParallel(torch.autograd.Function):
@@ -78,26 +85,22 @@ class _RowParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, segments, group, out_dtype, sequence_parallel):  # type: ignore[no-untyped-def]
-        from rl_kernel.ops.collectives import op as collectives
-
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        partial = torch.ops.rl_kernel.linear(x, weight, segments, 1, 1, torch.float32)
+        partial = _linear(x, weight, segments, 1, 1, torch.float32)
         reduce = collectives.reduce_scatter if sequence_parallel else collectives.all_reduce
         return reduce(partial, group, out_dtype=out_dtype)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        from rl_kernel.ops.collectives import op as collectives
-
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
             dy = collectives.all_gather(dy, ctx.group)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = torch.ops.rl_kernel.linear_dgrad(dy, weight, 1, 1, x.dtype)
+            dx = _dgrad(dy, weight, 1, 1, x.dtype)
         if ctx.needs_input_grad[1]:
-            dw = torch.ops.rl_kernel.linear_wgrad(dy, x, weight.dtype)
+            dw = _wgrad(dy, x, weight.dtype)
         return dx, dw, None, None, None, None
 
 
@@ -106,37 +109,35 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, segments, parts, group, out_dtype, sequence_parallel):  # type: ignore[no-untyped-def]
-        from rl_kernel.ops.collectives import op as collectives
-
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence_parallel, ctx.segments, ctx.parts = group, sequence_parallel, segments, parts
         if sequence_parallel:
             x = collectives.all_gather(x, group)
-        return torch.ops.rl_kernel.linear(x, weight, 1, segments, parts, out_dtype)
+        return _linear(x, weight, 1, segments, parts, out_dtype)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        from rl_kernel.ops.collectives import op as collectives
-
         x, weight = ctx.saved_tensors
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = torch.ops.rl_kernel.linear_dgrad(dy, weight, ctx.segments, ctx.parts, torch.float32)
+            dx = _dgrad(dy, weight, ctx.segments, ctx.parts, torch.float32)
             reduce = collectives.reduce_scatter if ctx.sequence_parallel else collectives.all_reduce
             dx = reduce(dx, ctx.group, out_dtype=x.dtype)
         if ctx.needs_input_grad[1]:
             full = collectives.all_gather(x, ctx.group) if ctx.sequence_parallel else x
-            dw = torch.ops.rl_kernel.linear_wgrad(dy, full, weight.dtype)
+            dw = _wgrad(dy, full, weight.dtype)
         return dx, dw, None, None, None, None, None
 
 
 def _rows(x: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
-    need(weight.dim() == 2, f"{name}: weight must be [N, K], got shape {tuple(weight.shape)}")
-    need(
-        x.dim() >= 1 and x.shape[-1] == weight.shape[1],
-        f"{name}: last dimension of x {tuple(x.shape)} must equal K={weight.shape[1]} of weight [N, K]",
-    )
-    need(x.dtype == weight.dtype, f"{name}: x is {x.dtype} and weight is {weight.dtype}; use one dtype on both sides")
+    if not (weight.dim() == 2):
+        raise ContractError(f"{name}: weight must be [N, K], got shape {tuple(weight.shape)}")
+    if not (x.dim() >= 1 and x.shape[-1] == weight.shape[1]):
+        raise ContractError(
+            f"{name}: last dimension of x {tuple(x.shape)} must equal K={weight.shape[1]} of weight [N, K]"
+        )
+    if not (x.dtype == weight.dtype):
+        raise ContractError(f"{name}: x is {x.dtype} and weight is {weight.dtype}; use one dtype on both sides")
     return x.reshape(-1, x.shape[-1])
 
 
@@ -176,9 +177,10 @@ def linear(
     rows = _rows(x, weight, "linear")
     ranks = group_size(tp_group)
     local = local_segments("segments", segments, ranks)
-    need(weight.shape[1] % local == 0, f"linear: K={weight.shape[1]} is not divisible by {local} local segments")
+    if not (weight.shape[1] % local == 0):
+        raise ContractError(f"linear: K={weight.shape[1]} is not divisible by {local} local segments")
     if ranks == 1:
-        y = torch.ops.rl_kernel.linear(rows, weight, local, 1, 1, out_dtype)
+        y = _linear(rows, weight, local, 1, 1, out_dtype)
     else:
         y = _RowParallel.apply(rows, weight, local, tp_group, out_dtype or x.dtype, sequence_parallel)
     if sequence_parallel and ranks > 1:
@@ -223,12 +225,12 @@ def column_parallel_linear(
     rows = _rows(x, weight, "column_parallel_linear")
     ranks = group_size(tp_group)
     local = local_segments("grad_segments", grad_segments, ranks)
-    need(
-        weight.shape[0] % (local * parts) == 0,
-        f"column_parallel_linear: {weight.shape[0]} local rows are not divisible by {local} leaves times parts={parts}",
-    )
+    if not (weight.shape[0] % (local * parts) == 0):
+        raise ContractError(
+            f"column_parallel_linear: {weight.shape[0]} local rows are not divisible by {local} leaves times parts={parts}"
+        )
     if ranks == 1:
-        y = torch.ops.rl_kernel.linear(rows, weight, 1, local, parts, out_dtype)
+        y = _linear(rows, weight, 1, local, parts, out_dtype)
     else:
         y = _ColumnParallel.apply(rows, weight, local, parts, tp_group, out_dtype, sequence_parallel)
     if sequence_parallel and ranks > 1:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from rl_kernel import registry
-from rl_kernel.ops._common import need
+from rl_kernel.errors import ContractError
+from rl_kernel.ops._operator import Operator
 
 __all__ = ["build_cos_sin_cache", "rope"]
 
@@ -19,7 +20,8 @@ def build_cos_sin_cache(
 
     Built on the CPU in float64 and rounded once, so that every engine and device holds the same bytes.
     """
-    need(dim % 2 == 0 and dim > 0, f"build_cos_sin_cache: dim={dim} must be even and positive")
+    if not (dim % 2 == 0 and dim > 0):
+        raise ContractError(f"build_cos_sin_cache: dim={dim} must be even and positive")
     inverse = torch.tensor(base, dtype=torch.float64) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angles = torch.arange(max_pos, dtype=torch.float64)[:, None] * inverse[None, :]
     return torch.cat((angles.cos(), angles.sin()), -1).float().to(device)
@@ -29,31 +31,30 @@ def _module(x: torch.Tensor) -> Any:
     return registry.resolve("rope", x.device, x.dtype).module
 
 
-@torch.library.custom_op("rl_kernel::rope", mutates_args=())
-def _rope(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
+def _forward(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
     return _module(x).forward(x, positions, cos_sin_cache)
 
 
-@torch.library.custom_op("rl_kernel::rope_backward", mutates_args=())
-def _rope_backward(dy: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
+def _backward(dy: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
     return _module(dy).backward(dy, positions, cos_sin_cache)
 
 
-@_rope.register_fake
-@_rope_backward.register_fake
-def _(x, positions, cos_sin_cache):  # type: ignore[no-untyped-def]
+class _Gradient:
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple:
+        return _rope_backward(dy, *ctx.saved_tensors), None, None
+
+
+def _fake(x, positions, cos_sin_cache):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape)
 
 
-def _setup(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple:
-    return torch.ops.rl_kernel.rope_backward(dy, *ctx.saved_tensors), None, None
-
-
-_rope.register_autograd(_backward, setup_context=_setup)
+_rope = Operator("rope", _forward, _fake, _Gradient)
+_rope_backward = Operator("rope_backward", _backward, lambda dy, positions, cos_sin_cache: dy.new_empty(dy.shape))
 
 
 def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
@@ -72,16 +73,12 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) 
 
     Guarantee: a head's bits depend on that head and its position only.
     """
-    need(x.dim() == 3, f"rope: x must be [T, heads, D], got shape {tuple(x.shape)}")
-    need(
-        cos_sin_cache.dim() == 2 and cos_sin_cache.shape[1] == x.shape[2] and cos_sin_cache.dtype == torch.float32,
-        f"rope: cos_sin_cache {tuple(cos_sin_cache.shape)} {cos_sin_cache.dtype} must be [max_pos, {x.shape[2]}] fp32",
-    )
-    need(positions.shape == x.shape[:1], f"rope: positions {tuple(positions.shape)} must be [{x.shape[0]}]")
-    if x.device.type == "cpu" and positions.numel():
-        low, high = (int(v) for v in torch.aminmax(positions))
-        need(
-            low >= 0 and high < cos_sin_cache.shape[0],
-            f"rope: positions {low} to {high} must lie in [0, {cos_sin_cache.shape[0]}), the rows of cos_sin_cache",
+    if not (x.dim() == 3):
+        raise ContractError(f"rope: x must be [T, heads, D], got shape {tuple(x.shape)}")
+    if not (cos_sin_cache.dim() == 2 and cos_sin_cache.shape[1] == x.shape[2] and cos_sin_cache.dtype == torch.float32):
+        raise ContractError(
+            f"rope: cos_sin_cache {tuple(cos_sin_cache.shape)} {cos_sin_cache.dtype} must be [max_pos, {x.shape[2]}] fp32"
         )
-    return torch.ops.rl_kernel.rope(x, positions, cos_sin_cache)
+    if not (positions.shape == x.shape[:1]):
+        raise ContractError(f"rope: positions {tuple(positions.shape)} must be [{x.shape[0]}]")
+    return _rope(x, positions, cos_sin_cache)

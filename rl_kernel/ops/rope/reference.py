@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rl_kernel.errors import ContractError
 from rl_kernel.ops._common import supports_cpu as supports
 
 __all__ = ["backward", "forward", "supports"]
@@ -11,6 +12,10 @@ __all__ = ["backward", "forward", "supports"]
 
 def _tables(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
     half = x.shape[-1] // 2
+    if positions.numel():
+        low, high = int(positions.min()), int(positions.max())
+        if low < 0 or high >= cache.shape[0]:
+            raise ContractError(f"rope: position {low if low < 0 else high} must lie in [0, {cache.shape[0]})")
     rows = cache[positions.long()][:, None, :]
     x1, x2 = x.float().split(half, -1)
     return x1, x2, rows[..., :half], rows[..., half:]

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from rl_kernel import registry
-from rl_kernel.ops._common import need
+from rl_kernel.errors import ContractError
+from rl_kernel.ops._operator import Operator
 
 __all__ = ["swiglu"]
 
@@ -16,35 +17,28 @@ def _module(x: torch.Tensor) -> Any:
     return registry.resolve("swiglu", x.device, x.dtype).module
 
 
-@torch.library.custom_op("rl_kernel::swiglu", mutates_args=())
-def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+def _forward(gate_up: torch.Tensor) -> torch.Tensor:
     return _module(gate_up).forward(gate_up)
 
 
-@torch.library.custom_op("rl_kernel::swiglu_backward", mutates_args=())
-def _swiglu_backward(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+def _backward(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     return _module(gate_up).backward(dy, gate_up)
 
 
-@_swiglu.register_fake
-def _(gate_up):  # type: ignore[no-untyped-def]
-    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+class _Gradient:
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return _swiglu_backward(dy, *ctx.saved_tensors)
 
 
-@_swiglu_backward.register_fake
-def _(dy, gate_up):  # type: ignore[no-untyped-def]
-    return gate_up.new_empty(gate_up.shape)
-
-
-def _setup(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-    return torch.ops.rl_kernel.swiglu_backward(dy, *ctx.saved_tensors)
-
-
-_swiglu.register_autograd(_backward, setup_context=_setup)
+_swiglu = Operator(
+    "swiglu", _forward, lambda gate_up: gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2)), _Gradient
+)
+_swiglu_backward = Operator("swiglu_backward", _backward, lambda dy, gate_up: gate_up.new_empty(gate_up.shape))
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -61,10 +55,8 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
     Guarantee: an element's bits depend on its gate and its up value only.
     """
-    need(
-        gate_up.dim() >= 1 and gate_up.shape[-1] % 2 == 0,
-        f"swiglu: last dimension of gate_up {tuple(gate_up.shape)} must be even",
-    )
+    if not (gate_up.dim() >= 1 and gate_up.shape[-1] % 2 == 0):
+        raise ContractError(f"swiglu: last dimension of gate_up {tuple(gate_up.shape)} must be even")
     width = gate_up.shape[-1]
-    y = torch.ops.rl_kernel.swiglu(gate_up.reshape(-1, width))
+    y = _swiglu(gate_up.reshape(-1, width))
     return y.reshape(*gate_up.shape[:-1], width // 2)
