@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import signal
 import socket
@@ -53,6 +54,12 @@ def _own_log(path: str) -> None:
     os.close(handle)
 
 
+def _plain(info: dict[str, Any]) -> dict[str, Any]:
+    """``info`` as JSON types (a backend's own types would make the driver import it), with facts of this process."""
+    facts = {"pid": os.getpid(), "fallback_count": fallback_count()}
+    return json.loads(json.dumps({**info, **facts}, default=str))
+
+
 class RolloutActor:
     """One rollout engine."""
 
@@ -62,7 +69,7 @@ class RolloutActor:
 
     def info(self) -> dict[str, Any]:
         """What the engine says about itself, plus the process id."""
-        return {**self.engine.info(), "pid": os.getpid(), "fallback_count": fallback_count()}
+        return _plain(self.engine.info())
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, seeds: list[int], version: int
@@ -108,8 +115,7 @@ class TrainActor:
 
     def info(self) -> dict[str, Any]:
         """What the policy engine says about itself, plus the process id."""
-        facts = {"pid": os.getpid(), "roles": list(self.engines), "fallback_count": fallback_count()}
-        return {**self.engines["policy"].info(), **facts}
+        return _plain({**self.engines["policy"].info(), "roles": list(self.engines)})
 
     def logp(self, batches: list[MicroBatch], role: str) -> dict[int, np.ndarray]:
         """Log-probabilities of the sampled tokens under ``role``, by sample index; {} on silent ranks."""

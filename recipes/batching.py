@@ -92,7 +92,7 @@ def scatter(packed: PackedBatch, samples: Sequence[Sample], values: Sequence[np.
         sample, value = samples[index], values[index]
         n = len(sample.response_ids)
         start = int(packed.cu_seqlens[row]) + len(sample.prompt_ids) - 1
-        array = np.full(n, value, np.float32) if np.ndim(value) == 0 else np.asarray(value, np.float32)
+        array = np.full(n, value, np.float32) if np.ndim(value) == 0 else np.array(value, np.float32)
         if array.shape != (n,):
             raise DataError(f"{array.shape[0]} values for {n} response tokens", where=f"sample {index}")
         out[start : start + n] = torch.from_numpy(array)
