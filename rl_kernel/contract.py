@@ -20,6 +20,9 @@ from rl_kernel.errors import ContractError
 
 VERSION = 1
 VOCAB_LEAF = 128  # columns of the global vocabulary in one leaf of the log-sum-exp tree
+# GPU families: columns of one block of the dH reduction. A block is one ascending chain, blocks merge ascending by one
+# fp32 addition, so that the dlogits of one block at a time are enough and library products can accumulate them.
+VOCAB_BLOCK = 16384
 MAX_VIRTUAL_TP = 8
 
 
@@ -74,7 +77,7 @@ _DOT = {
 }
 _EXP = {
     "cpu": "rlk_expf (Cody-Waite, fp32 fma)",
-    "sm90": "ex2.approx.f32 of the rounded product x*log2e",
+    "sm90": "ex2.approx.ftz.f32 of the rounded product x*log2e",
     "gfx942": "v_exp_f32 of the rounded product x*log2e",
 }
 _LOG = {
@@ -126,11 +129,15 @@ def _ops(family: str, virtual_tp: int, dtype: str) -> dict[str, OpContract]:
         ),
         "attention": OpContract(
             inputs="one query head of one token, keys and values at positions 0..p of its sequence",
-            partition=f"keys in blocks of {_KEY_BLOCK[family]} from absolute position 0",
+            partition=f"keys in blocks of {_KEY_BLOCK[family]} from absolute position 0"
+            + ("" if family == "cpu" else ", each with its own maximum and fresh accumulators"),
             merge="blocks ascending, online (m, l, o)",
             precision=f"{dtype} q, k, v; fp32 scores and state",
-            rounding=f"P to {dtype} before P@V, the output once",
-            primitives=(*dot, exp, log, _ELEMENTWISE),
+            rounding=f"P to {dtype} before P@V, the output once"
+            + ("" if family == "cpu" else "; l sums the rounded P by the same matrix instruction"),
+            primitives=(*dot, exp, log, _ELEMENTWISE)
+            if family == "cpu"
+            else (*dot, "exp2 of fma(score, scale*log2e, -block maximum)", "log2", _ELEMENTWISE),
             parameters={"key_block": _KEY_BLOCK[family]},
         ),
         "swiglu": OpContract(
@@ -169,11 +176,13 @@ def _ops(family: str, virtual_tp: int, dtype: str) -> dict[str, OpContract]:
         "linear_logp_backward": OpContract(
             inputs="one row of logits, its upstream gradients",
             partition=f"dH: padded vocabulary in {virtual_tp} segments; dW: all tokens of the batch",
-            merge="ascending inside a segment; segments, then ranks, in one balanced binary tree",
+            merge=("ascending inside a segment" if family == "cpu" else f"{VOCAB_BLOCK}-column blocks of a segment ascending")
+            + "; segments, then ranks, in one balanced binary tree",
             precision=f"dlogits {dtype}, fp32 accumulators",
             rounding=f"dlogits once to {dtype}; dH once to {dtype}; dW once or accumulated in fp32",
             primitives=(*dot, exp),
-            parameters={"segments": virtual_tp, "leaf": VOCAB_LEAF},
+            parameters={"segments": virtual_tp, "leaf": VOCAB_LEAF}
+            | ({} if family == "cpu" else {"vocab_block": VOCAB_BLOCK}),
         ),
         "all_reduce": OpContract(
             inputs="the fp32 partial results of all ranks",

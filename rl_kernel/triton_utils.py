@@ -37,11 +37,12 @@ def log2_exact(n: int) -> int:
 
 @triton.jit
 def tree_sum(x, M: tl.constexpr, N: tl.constexpr):
-    """[M, N] -> [M]: balanced binary tree over adjacent pairs, ((x0+x1)+(x2+x3))+..."""
+    """[M, N] -> [M]: balanced binary tree over adjacent pairs, ((x0+x1)+(x2+x3))+...
+
+    Every level is a reduction of two elements: one addition, which no layout can reorder.
+    """
     for level in tl.static_range(log2_exact(N)):
-        x = tl.reshape(x, [M, N >> (level + 1), 2])
-        left, right = tl.split(x)
-        x = left + right
+        x = tl.sum(tl.reshape(x, [M, N >> (level + 1), 2]), 2)
     return tl.reshape(x, [M])
 
 
@@ -49,9 +50,7 @@ def tree_sum(x, M: tl.constexpr, N: tl.constexpr):
 def tree_rows(x, M: tl.constexpr, N: tl.constexpr):
     """[M, N] -> [N]: balanced binary tree over adjacent rows."""
     for level in tl.static_range(log2_exact(M)):
-        x = tl.reshape(x, [M >> (level + 1), 2, N])
-        left, right = tl.split(tl.permute(x, [0, 2, 1]))
-        x = left + right
+        x = tl.sum(tl.reshape(x, [M >> (level + 1), 2, N]), 1)
     return tl.reshape(x, [N])
 
 
@@ -59,6 +58,12 @@ def tree_rows(x, M: tl.constexpr, N: tl.constexpr):
 def divide(a, b):
     """IEEE division (plain ``/`` is an approximation that differs between compiler versions)."""
     return tl.div_rn(a, b)
+
+
+@triton.jit
+def exp_(x):
+    """``exp2(x * log2 e)``, the product rounded: ex2.approx.ftz.f32 on sm90, v_exp_f32 on gfx942."""
+    return tl.exp2(x * LOG2E)
 
 
 @functools.cache

@@ -38,13 +38,6 @@ def _find_sequence(tile, cu_ptr, batch, G, SIZE: tl.constexpr, BATCH: tl.constex
 
 
 @triton.jit
-def _scores(q, k, lse2, limit, key, scale_log2, BM: tl.constexpr, BN: tl.constexpr):
-    s = tl.dot(q, tl.trans(k))
-    p = tl.exp2(s * scale_log2 - lse2[:, None])
-    return tl.where(key[None, :] <= limit[:, None], p, 0.0)
-
-
-@triton.jit
 def _dkdv(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, batch, G, scale, scale_log2,
     q_token, q_head, k_token, k_head, v_token, v_head, heads, kv_heads,
@@ -78,11 +71,13 @@ def _dkdv(
         dout = tl.load(dout_ptr + stat[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
         lse2 = tl.load(lse_ptr + stat, mask=live, other=float("inf")) * LOG2E
         delta = tl.load(delta_ptr + stat, mask=live, other=0.0)
-        p = _scores(q, k, lse2, token + shift, key, scale_log2, BM, BN)
-        dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv)
-        dp = tl.dot(dout, tl.trans(v))
-        ds = (p * (dp - delta[:, None])).to(q.dtype)
-        dk = tl.dot(tl.trans(ds), q, dk)
+        # Transposed scores [keys, rows]: P^T and dS^T feed the next products from registers.
+        p = tl.exp2(tl.dot(k, tl.trans(q)) * scale_log2 - lse2[None, :])
+        p = tl.where(key[:, None] <= (token + shift)[None, :], p, 0.0)
+        dv = tl.dot(p.to(dout.dtype), dout, dv)
+        dp = tl.dot(v, tl.trans(dout))
+        ds = (p * (dp - delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds, q, dk)
     out = ((k_begin + key).to(tl.int64) * kv_heads + kv_head)[:, None] * D + d[None, :]
     tl.store(dk_ptr + out, (dk * scale).to(dk_ptr.dtype.element_ty), mask=live_k)
     tl.store(dv_ptr + out, dv.to(dv_ptr.dtype.element_ty), mask=live_k)
@@ -121,7 +116,8 @@ def _dq(
         live_k = (key < k_count)[:, None]
         k = tl.load(k_ptr + k_at * k_token + kv_head * k_head + d[None, :], mask=live_k, other=0.0)
         v = tl.load(v_ptr + k_at * v_token + kv_head * v_head + d[None, :], mask=live_k, other=0.0)
-        p = _scores(q, k, lse2, limit, key, scale_log2, BM, BN)
+        p = tl.exp2(tl.dot(q, tl.trans(k)) * scale_log2 - lse2[:, None])
+        p = tl.where(key[None, :] <= limit[:, None], p, 0.0)
         dp = tl.dot(dout, tl.trans(v))
         ds = (p * (dp - delta[:, None])).to(q.dtype)
         dq = tl.dot(ds, k, dq)

@@ -145,7 +145,7 @@ def _launch(
         )  # fmt: skip
 
 
-def product(
+def multiply(
     a: torch.Tensor,
     b: torch.Tensor,
     *,
@@ -200,11 +200,21 @@ def _dispatch(a, b, c, segments, parts, split, add, row) -> None:  # type: ignor
     _launch(a, b, c, segments, parts, split, add, row)
 
 
+def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``out = a @ b`` in one ascending chain."""
+    return multiply(a, b, out=out)
+
+
+def add_product(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """``total += a @ b``: one ascending chain, then one fp32 addition."""
+    return multiply(a, b, out=total, add=True)
+
+
 def matmul(
     x: torch.Tensor, w: torch.Tensor, *, segments: int = 1, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """``round(tree_s(x[:, segment s] @ w[:, segment s]^T))``; x [M, K], w [N, K] -> [M, N]."""
-    return product(x, w.t(), segments=segments, out_dtype=out_dtype)
+    return multiply(x, w.t(), segments=segments, out_dtype=out_dtype)
 
 
 def dgrad(
@@ -216,9 +226,9 @@ def dgrad(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """dX [M, K] = dy [M, N] @ w [N, K], N in ``segments`` leaves of ``parts`` slices each."""
-    return product(dy, w, segments=segments, parts=parts, out_dtype=out_dtype)
+    return multiply(dy, w, segments=segments, parts=parts, out_dtype=out_dtype)
 
 
 def wgrad(dy: torch.Tensor, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """dW [N, K] = dy^T @ x, tokens ascending in one chain; dy [M, N], x [M, K]."""
-    return product(dy.t(), x, out_dtype=out_dtype, table="wgrad")
+    return multiply(dy.t(), x, out_dtype=out_dtype, table="wgrad")

@@ -1,6 +1,38 @@
-"""Portable linear_logp on GPUs: matrix products in tiles of the vocabulary, never a [T, V] tensor.
+"""linear_logp with our own matrix products: the portable GPU backend (bits as in ``library.py``)."""
 
-Forward: logits of a tile of columns (fp32, one ascending chain over H), their leaf statistics, next tile. Backward:
-the same tile of logits again, their gradient rounded once to the hidden dtype, then its share of dH and its rows of dW.
-Both directions keep one tile of logits and, backward, one block of dlogits.
-"""
+from __future__ import annotations
+
+import torch
+
+from rl_kernel.ops.linear import triton as linear
+from rl_kernel.ops.linear_logp import tiles
+from rl_kernel.registry import Request
+
+
+def supports(request: Request) -> str | None:
+    """``None`` when this backend can serve ``request``, else the reason why not."""
+    return linear.supports(request)
+
+
+def leaf_stats(
+    hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor | None, targets: torch.Tensor, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`rl_kernel.ops.linear_logp.tiles.leaf_stats`."""
+    return tiles.leaf_stats(linear, hidden, weight, temperature, targets, columns)
+
+
+def backward(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    temperature: torch.Tensor | None,
+    targets: torch.Tensor,
+    state: torch.Tensor,
+    grads: torch.Tensor,
+    segments: list[tuple[int, int]],
+    need_hidden: bool = True,
+    need_weight: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """See :func:`rl_kernel.ops.linear_logp.tiles.backward`."""
+    return tiles.backward(
+        linear, hidden, weight, temperature, targets, state, grads, segments, need_hidden, need_weight
+    )

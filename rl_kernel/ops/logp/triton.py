@@ -15,6 +15,7 @@ from rl_kernel.triton_utils import (
     NEG_INF,
     device_guard,
     divide,
+    exp_,
     gpu_only,
     launch_row,
     next_power_of_2,
@@ -35,7 +36,7 @@ def leaf_of(z, ROWS: tl.constexpr):
     """(m, s, u) of leaves z [ROWS, 128]; absent columns hold -inf."""
     m = tl.max(z, 1) + 0.0
     d = z - m[:, None]
-    e = tl.exp(d)
+    e = exp_(d)
     # An absent column gives e = 0; so does a whole absent leaf, whose d would be NaN.
     e = tl.where(z == NEG_INF, 0.0, e)
     t = tl.where(e == 0.0, 0.0, e * d)
@@ -44,15 +45,25 @@ def leaf_of(z, ROWS: tl.constexpr):
 
 @triton.jit
 def _leaf_stats(
-    logits_ptr, temperature_ptr, stats_ptr, T, stride, columns, leaves_total, leaf_offset, leaf_stride,
-    LEAVES: tl.constexpr, DIVIDE: tl.constexpr,
+    logits_ptr, temperature_ptr, stats_ptr, target_ptr, z_target_ptr,
+    T, stride, columns, leaves_total, leaf_offset, leaf_stride, first_column,
+    LEAVES: tl.constexpr, DIVIDE: tl.constexpr, TARGETS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     leaf = tl.program_id(1) * LEAVES + tl.arange(0, LEAVES)
     column = leaf[:, None] * LEAF + tl.arange(0, LEAF)[None, :]
     z = tl.load(logits_ptr + row.to(tl.int64) * stride + column, mask=column < columns, other=NEG_INF)
+    temperature = 1.0
     if DIVIDE:
-        z = divide(z, tl.load(temperature_ptr + row))
+        temperature = tl.load(temperature_ptr + row)
+        if temperature != 1.0:
+            z = divide(z, temperature)
+    if TARGETS:
+        target = tl.load(target_ptr + row) - first_column
+        begin = tl.program_id(1) * (LEAVES * LEAF)
+        if (target >= begin) & (target < begin + LEAVES * LEAF) & (target < columns):
+            picked = tl.load(logits_ptr + row.to(tl.int64) * stride + target)
+            tl.store(z_target_ptr + row, divide(picked, temperature))
     m, s, u = leaf_of(z, LEAVES)
     at = stats_ptr + row.to(tl.int64) * leaf_stride + leaf_offset + leaf
     plane = T.to(tl.int64) * leaf_stride
@@ -63,9 +74,20 @@ def _leaf_stats(
 
 
 def write_leaf_stats(
-    logits: torch.Tensor, temperature: torch.Tensor | None, columns: int, stats: torch.Tensor, leaf_offset: int
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    columns: int,
+    stats: torch.Tensor,
+    leaf_offset: int,
+    targets: torch.Tensor | None = None,
+    first_column: int = 0,
+    z_target: torch.Tensor | None = None,
 ) -> None:
-    """Leaf statistics of ``logits`` [T, >= columns] into ``stats`` [3, T, L], from leaf ``leaf_offset`` on."""
+    """Leaf statistics of ``logits`` [T, >= columns] into ``stats`` [3, T, L], from leaf ``leaf_offset`` on.
+
+    With ``targets`` [T] (local columns, counted like ``first_column``, the first of ``logits``), z of those that lie in
+    this part goes to ``z_target`` [T].
+    """
     rows = logits.shape[0]
     leaves = triton.cdiv(columns, VOCAB_LEAF)
     if rows == 0 or leaves == 0:
@@ -73,8 +95,9 @@ def write_leaf_stats(
     launch = launch_row("logp", leaves)
     with device_guard(logits):
         _leaf_stats[(rows, triton.cdiv(leaves, launch["leaves"]))](
-            logits, temperature, stats, rows, logits.stride(0), columns, leaves, leaf_offset, stats.stride(1),
-            launch["leaves"], temperature is not None, **options(launch["warps"]),
+            logits, temperature, stats, targets, z_target,
+            rows, logits.stride(0), columns, leaves, leaf_offset, stats.stride(1), first_column,
+            launch["leaves"], temperature is not None, targets is not None, **options(launch["warps"]),
         )  # fmt: skip
 
 
@@ -110,7 +133,7 @@ def _tree_nodes(stats_ptr, m_ptr, nodes_ptr, T, leaf_stride, begin, end, N: tl.c
     d = tl.load(at, mask=live, other=NEG_INF) - tl.load(m_ptr + row)
     s = tl.load(at + plane, mask=live, other=0.0)
     u = tl.load(at + 2 * plane, mask=live, other=0.0)
-    w = tl.exp(d)
+    w = exp_(d)
     gone = (w == 0.0) | (leaf >= end)
     length = tl.where(gone, 0.0, s * w)
     moment = tl.where(gone, 0.0, w * (u + d * s))
@@ -170,7 +193,7 @@ def finish(
 def gradient_of(z, m, log_l, entropy, g_logp, g_lse, g_ent, is_target):
     """dL/dz of columns with scaled logits z; the row's values broadcast."""
     y = (z - m) - log_l
-    p = tl.exp(y)
+    p = exp_(y)
     c = g_lse - g_logp
     # Where p is zero, y may be -inf: without the guard 0 * inf would be NaN.
     c = c - tl.where(p == 0.0, 0.0, g_ent * (y + entropy))
@@ -189,14 +212,16 @@ def _dlogits(
     temperature = 1.0
     if DIVIDE:
         temperature = tl.load(temperature_ptr + row)
-        z = divide(z, temperature)
+        if temperature != 1.0:
+            z = divide(z, temperature)
     target = tl.load(target_ptr + row) - first_column
     dz = gradient_of(
         z, tl.load(state_ptr + row), tl.load(state_ptr + T + row), tl.load(state_ptr + 2 * T + row),
         tl.load(grads_ptr + row), tl.load(grads_ptr + T + row), tl.load(grads_ptr + 2 * T + row), column == target,
     )  # fmt: skip
     if DIVIDE:
-        dz = divide(dz, temperature)
+        if temperature != 1.0:  # noqa: SIM102 - one condition is known at compile time
+            dz = divide(dz, temperature)
     dz = tl.where(column < columns, dz, 0.0)
     at = out_ptr + row.to(tl.int64) * out_stride + column
     tl.store(at, dz.to(out_ptr.dtype.element_ty), mask=column < width)
@@ -251,7 +276,9 @@ def _log_softmax(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(logits_ptr + row.to(tl.int64) * stride + column, mask=column < columns, other=NEG_INF)
     if DIVIDE:
-        z = divide(z, tl.load(temperature_ptr + row))
+        temperature = tl.load(temperature_ptr + row)
+        if temperature != 1.0:
+            z = divide(z, temperature)
     y = (z - tl.load(state_ptr + row)) - tl.load(state_ptr + T + row)
     y = tl.where(column < columns, y, NEG_INF)
     tl.store(out_ptr + row.to(tl.int64) * width + column, y, mask=column < width)

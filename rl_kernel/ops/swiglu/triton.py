@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from rl_kernel.registry import Request
-from rl_kernel.triton_utils import device_guard, divide, gpu_only, launch_row, options
+from rl_kernel.triton_utils import device_guard, divide, exp_, gpu_only, launch_row, options
 
 
 def supports(request: Request) -> str | None:
@@ -22,7 +22,7 @@ def _forward(gate_up_ptr, y_ptr, stride, F, BLOCK: tl.constexpr):
     inside = column < F
     gate = tl.load(gate_up_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + F + column, mask=inside, other=0.0).to(tl.float32)
-    y = divide(gate, 1.0 + tl.exp(-gate)) * up
+    y = divide(gate, 1.0 + exp_(-gate)) * up
     tl.store(y_ptr + row * F + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -34,7 +34,7 @@ def _backward(dy_ptr, gate_up_ptr, grad_ptr, stride, F, BLOCK: tl.constexpr):
     gate = tl.load(gate_up_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + F + column, mask=inside, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * F + column, mask=inside, other=0.0).to(tl.float32)
-    denominator = 1.0 + tl.exp(-gate)
+    denominator = 1.0 + exp_(-gate)
     sigmoid = divide(1.0, denominator)
     dgate = (dy * up) * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
     dup = dy * divide(gate, denominator)

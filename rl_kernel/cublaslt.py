@@ -1,0 +1,165 @@
+"""cuBLASLt as a backend of the contract: process setup, start-up probe, visible replacement.
+
+Without split-K cuBLASLt accumulates in one ascending fp32 chain, which is the contract's bits at the library's speed.
+Nothing promises that, so three things stand between the library and a result:
+
+* :func:`setup` takes the workspace away from the library (no workspace, no split-K) and turns reduced-precision
+  reductions off, whatever the user's environment says;
+* :func:`trusted` compares the library with our own kernel, bit by bit, on heavy-tailed random data, once for each
+  class of shapes, before the class is used;
+* a class that differs is served by our own kernel from then on: a warning names it, and :func:`report` lists it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+
+_done = False
+
+
+@dataclass(frozen=True)
+class ShapeClass:
+    """Shapes that share a probe: a product's operand layouts and sizes, with M rounded up to a bucket."""
+
+    layouts: str  # transposition of a and b as BLAS sees them, and "+" for accumulation into fp32
+    m: int
+    n: int
+    k: int
+    out: str
+
+
+_verdicts: dict[ShapeClass, str | None] = {}
+_unprobed_in_capture: set[ShapeClass] = set()
+
+
+def unavailable(family: str) -> str | None:
+    """Why this process cannot use cuBLASLt, or ``None``."""
+    if family != "sm90":
+        return f"cuBLASLt is a backend of sm90 only, not of {family}"
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    return setup()
+
+
+def setup() -> str | None:
+    """Set this process up; idempotent. Call it where a process starts, before its first matrix product.
+
+    Returns:
+        ``None``, or why the setting cannot be made.
+    """
+    global _done
+    if _done:
+        return None
+    for name, value in ENVIRONMENT.items():
+        found = os.environ.get(name)
+        if found not in (None, value):
+            warnings.warn(
+                f"{name}={found} lets cuBLAS split a reduction; rl_kernel sets it to {value} for this process",
+                stacklevel=2,
+            )
+        os.environ[name] = value
+    try:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    except (AttributeError, RuntimeError) as error:
+        return f"torch cannot prefer cuBLASLt: {error}"
+    _done = True
+    return None
+
+
+def bucket(m: int) -> int:
+    """Upper end of the class of ``m``: exact to 16, then steps that grow with m (16, 32, ... an eighth of m)."""
+    if m <= 16:
+        return m
+    step = max(16, 1 << max(m.bit_length() - 4, 0))
+    return -(-m // step) * step
+
+
+def _letter(x: torch.Tensor) -> str:
+    return "n" if x.stride(1) == 1 else "t"
+
+
+def shape_class(a: torch.Tensor, b: torch.Tensor, out: torch.dtype, accumulate: bool) -> ShapeClass:
+    """The class of ``a [M, K] @ b [K, N]``."""
+    layouts = _letter(a) + _letter(b) + ("+" if accumulate else "")
+    return ShapeClass(layouts, bucket(a.shape[0]), b.shape[1], a.shape[1], str(out).removeprefix("torch."))
+
+
+def _heavy_tailed(like: torch.Tensor, rows: int | None = None) -> torch.Tensor:
+    shape = (rows or like.shape[0], like.shape[1])
+    generator = torch.Generator(device=like.device).manual_seed(shape[0] * 1000003 + shape[1])
+    x = torch.randn(shape, device=like.device, generator=generator)
+    x *= torch.randn(shape, device=like.device, generator=generator).exp_()
+    x = x.to(like.dtype)
+    return x if like.stride(1) == 1 else x.t().contiguous().t()
+
+
+def trusted(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.dtype,
+    library: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    own: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    accumulate: bool = False,
+) -> bool:
+    """Whether the library has the contract's bits for the class of ``a @ b``; probes the class at its first use.
+
+    The probe needs one host synchronisation, so it never runs inside CUDA graph capture: a class first met there is
+    served by our own kernel (the same bits) and listed in :func:`report`.
+    """
+    key = shape_class(a, b, out, accumulate)
+    if key in _verdicts:
+        return _verdicts[key] is None
+    if torch.cuda.is_current_stream_capturing():
+        _unprobed_in_capture.add(key)
+        return False
+    rows = {a.shape[0], key.m} if key.m * key.k <= 1 << 28 else {a.shape[0]}
+    probe_b = _heavy_tailed(b) if b.numel() <= 1 << 27 else b
+    differing = total = 0
+    for m in rows:
+        probe_a = _heavy_tailed(a, m)
+        start = torch.randn((m, b.shape[1]), device=a.device) if accumulate else None
+        left = library(probe_a, probe_b, None if start is None else start.clone())
+        right = own(probe_a, probe_b, start)
+        view = torch.int32 if left.dtype == torch.float32 else torch.int16
+        differing += int((left.view(view) != right.view(view)).sum())
+        total += left.numel()
+    _verdicts[key] = None if differing == 0 else f"{differing} of {total} elements differ"
+    if differing:
+        warnings.warn(
+            f"cuBLASLt does not keep the contract for {key}: {_verdicts[key]}; this process uses the Triton kernel",
+            stacklevel=2,
+        )
+    return differing == 0
+
+
+def report() -> dict[str, object]:
+    """What the probes found: classes trusted, classes replaced (with the reason), classes first met in a capture."""
+    return {
+        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
+        "trusted": sum(reason is None for reason in _verdicts.values()),
+        "replaced": {str(key): reason for key, reason in _verdicts.items() if reason is not None},
+        "unprobed_in_capture": sorted(str(key) for key in _unprobed_in_capture),
+    }
+
+
+def probe(weights: Iterable[torch.Tensor], rows: Iterable[int]) -> dict[str, object]:
+    """Start-up probe: the forward product of each distinct weight shape [N, K] at each M of ``rows``."""
+    from rl_kernel.ops.linear import library
+
+    seen = set()
+    rows = list(rows)
+    for weight in weights:
+        if weight.shape in seen:
+            continue
+        seen.add(weight.shape)
+        for m in rows:
+            library.matmul(torch.zeros((m, weight.shape[1]), dtype=weight.dtype, device=weight.device), weight)
+    return report()
