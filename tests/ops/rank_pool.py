@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_RANKS = 8
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def _serve(rank: int, store: str, pipe: Any) -> None:

@@ -22,6 +22,11 @@ def _chunk_rows(layout: VocabLayout) -> int:
     return max(64, _STATS_BYTES // (12 * max(1, layout.max_leaves())))
 
 
+def _row_backend(backend: str) -> str:
+    """Backend of the sums over leaves, a few numbers a row: every backend of a family has the same bits there."""
+    return backend if backend in ("reference", "native", "triton", "torch") else "auto"
+
+
 @torch.library.custom_op("rl_kernel::linear_logp", mutates_args=())
 def _linear_logp(
     hidden: torch.Tensor,
@@ -39,7 +44,7 @@ def _linear_logp(
     process_group = group_of(group) if group else None
     rank = process_group.rank() if process_group else 0
     module = resolve("linear_logp", hidden.device, hidden.dtype, backend).module
-    finish = resolve("logp", hidden.device, torch.float32, backend).module
+    finish = resolve("logp", hidden.device, torch.float32, _row_backend(backend)).module
     total = targets.shape[0]
     rows = shards.active_rows(targets, ignore_index)
     if rows is not None:
