@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import sys
 import threading
@@ -14,14 +15,16 @@ from tqdm import tqdm
 from recipes.actors import Cluster
 from recipes.checkpoint import Checkpointer, require_same_run, run_identity, set_aside
 from recipes.config import RunConfig
-from recipes.errors import EngineError, RecipeError, WeightSyncError
+from recipes.errors import DataError, EngineError, RecipeError, WeightSyncError
 from recipes.loop import Loop
+from recipes.metrics import report
 from recipes.metrics.logging import MetricLogger
 from recipes.metrics.manifest import Manifest
 from recipes.task import DataTask, Task
 from rl_kernel import require_equal
 
 INTERRUPTED = 130
+log = logging.getLogger(__name__)
 
 
 class Stop(BaseException):
@@ -195,6 +198,7 @@ class Run:
             # A full disk may be what ended the run: the first error is the one to show.
             with contextlib.suppress(RecipeError):
                 self.manifest.finish(state, last_step=self.loop.step, error=None if isinstance(error, Stop) else error)
+        self._show()
         if state == "completed":
             return 0
         print(f"\n{state} after {self.loop.step} of {self.config.trainer.steps} steps", file=sys.stderr)
@@ -203,6 +207,25 @@ class Run:
             if self.resume_command:
                 print(f"to resume: {self.resume_command}", file=sys.stderr)
         return INTERRUPTED if state == "interrupted" else 1
+
+    def _show(self) -> None:
+        """Two lines about the run, and ``report.html``."""
+        folder = Path(self.config.trainer.output_dir)
+        try:
+            figures = report.totals(report.load_run(folder))
+        except DataError:  # not one step was finished
+            return
+        first, last = figures["reward_first"], figures["reward_last"]
+        print(
+            f"\nreward {first:.3f} -> {last:.3f} (mean of the first and last {report.WINDOW} steps), mismatch_count "
+            f"{figures['mismatch_count']} of {figures['active_tokens']:,} tokens",
+            file=sys.stderr,
+        )
+        if self.config.logger.report:
+            try:
+                print(f"report: {report.write_report(folder)}", file=sys.stderr)
+            except (RecipeError, ImportError) as error:
+                log.warning("no report.html: %s", error)
 
 
 def run(config: RunConfig, *, resume_command: str = "") -> int:

@@ -26,6 +26,7 @@ def main() -> int:
         "train.critic_lr=2.0",
         "logger.wandb=off",
         "logger.progress=false",
+        "logger.report=false",
         "trainer.steps=6",
         "trainer.save_interval=2",
         "orchestrator.object_store_bytes=80000000",

@@ -47,7 +47,7 @@ def make(tmp_path, overrides=None, task=None) -> Run:
         "model": {"dtype": "float32", "vocab_size": 16},
         "rollout": {"batch_size": 4, "n_samples_per_prompt": 4, "max_prompt_len": 4, "max_response_len": 6},
         "train": {"lr": 40.0, "critic_lr": 2.0},
-        "logger": {"wandb": "off", "progress": False},
+        "logger": {"wandb": "off", "progress": False, "report": False},
         "trainer": {"steps": 6, "save_interval": 2},
     }
     for key, value in (overrides or {}).items():
