@@ -117,18 +117,19 @@ def test_a_half_loaded_model_is_found(
     engine: VllmEngine, weights: dict, skipped: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loader that drops a tensor without a word, as vLLM's may, leaves the engine unusable until a full update."""
-    engine.update_weights(weights, 30)
+    version = engine.weight_version + 1
+    engine.update_weights(weights, version)
     model = _model(engine)
     load = type(model).load_weights
     newer = helpers.random_weights(engine.tensors, seed=8)
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "load_weights", lambda self, it: load(self, (p for p in it if p[0] != skipped)))
         with pytest.raises(WeightSyncError, match=f"rank 0 does not hold the given weights: {skipped}"):
-            engine.update_weights(newer, 31)
+            engine.update_weights(newer, version + 1)
     with pytest.raises(EngineError, match="a weight update that failed"):
         engine.generate([[1]], PARAMS, [0])
-    engine.update_weights(newer, 31)
-    engine.generate([[1]], PARAMS, [0], weight_version=31)
+    engine.update_weights(newer, version + 1)
+    engine.generate([[1]], PARAMS, [0], weight_version=version + 1)
 
 
 def _model(engine: VllmEngine) -> torch.nn.Module:
@@ -137,7 +138,8 @@ def _model(engine: VllmEngine) -> torch.nn.Module:
 
 def test_nan_logits_are_an_error(engine: VllmEngine, weights: dict) -> None:
     """Finite weights that overflow inside the model: never a log-probability of 0.0, and the engine goes on."""
-    engine.update_weights({**weights, EMBED: torch.full_like(weights[EMBED], 3e38)}, 40)
+    norm = "model.norm.weight"
+    engine.update_weights({**weights, norm: torch.full_like(weights[norm], 3e38)}, 40)
     with pytest.raises(EngineError, match="log-probability at position 0 is nan: the logits hold NaN"):
         engine.generate([[1, 2, 3]], PARAMS, [0])
     engine.update_weights(weights, 41)
