@@ -193,6 +193,9 @@ def _consistency(config: RunConfig) -> list[str]:
     ]
     if config.consistency.mode not in STRICT_MODES:
         return [*arguments, "--attention-backend", "flash"]
+    if config.train.context_parallel_size > 1:
+        # Keys and values are gathered and attended from position 0; Megatron wants that named for local modules.
+        arguments += ["--cp-comm-type", "all_gather"]
     return [
         *arguments,
         *("--transformer-impl", "local"),

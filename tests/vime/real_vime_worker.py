@@ -59,20 +59,22 @@ def megatron_args(tp: int, cp: int, sequence_parallel: bool) -> Any:
         "--rollout-temperature": TEMPERATURE,
         "--rollout-batch-size": 4,
         "--transformer-impl": "local",
+        "--cp-comm-type": "all_gather",
         "--custom-megatron-init-path": "recipes.vime.init.init",
     }
     switches = "--swiglu --disable-bias-linear --qk-layernorm --group-query-attention --use-rotary-position-embeddings"
     switches += " --untie-embeddings-and-output-weights --use-cpu-initialization --no-gradient-accumulation-fusion"
-    switches += " --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion --no-persist-layer-norm"
+    switches += " --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion"
+    switches += " --no-persist-layer-norm --no-rope-fusion"
     sys.argv = ["train.py", *switches.split(), *(str(x) for pair in flags.items() for x in pair)]
     sys.argv += ["--spec", "recipes.vime.spec", "strict_layer_spec"]
     args = parse_args(extra_args_provider=get_vime_extra_args_provider(), ignore_unknown_args=True)
     args.params_dtype, args.bf16 = torch.bfloat16, True
     args.sequence_parallel = sequence_parallel
     args.padded_vocab_size = 4096
-    args.variable_seq_lengths = True
+    args.variable_seq_lengths, args.moe_token_dispatcher_type = True, "alltoall"  # as vime.validate_args
     args.data_pad_size_multiplier = 8
-    args.rope_type = "rope"
+    args.rope_type = args.position_embedding_type = "rope"
     return args
 
 
@@ -82,22 +84,16 @@ def build(args: Any, role: str) -> Any:
     from vime.backends.megatron_utils.model_provider import get_model_provider_func
 
     model = get_model_provider_func(args, role)(pre_process=True, post_process=True)
-    generator = torch.Generator().manual_seed(5)
-    tp, rank = args.tensor_model_parallel_size, int(os.environ["RANK"]) % args.tensor_model_parallel_size
-    from recipes.engines.megatron_weights import _rows
+    if role == "actor":
+        from recipes.config import ModelConfig
+        from recipes.engines import megatron_weights as weights
 
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # The same full tensor on every rank, then this rank's rows or columns. Only equality of the two functions
-            # on one model is tested, so Megatron's interleaving does not matter.
-            axis = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
-            shape = list(parameter.shape)
-            if axis >= 0:
-                shape[axis] *= tp
-            full = torch.randn(shape, generator=generator) * (0.02 if parameter.dim() > 1 else 0.05)
-            full = full + 1.0 if "norm" in name else full
-            shard = full if axis < 0 else (_rows(full, rank, tp) if axis == 0 else full.chunk(tp, dim=1)[rank])
-            parameter.copy_(shard)
+        config = ModelConfig(
+            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=96, head_dim=32, tie_word_embeddings=False
+        )
+        tp, rank = args.tensor_model_parallel_size, int(os.environ["RANK"]) % args.tensor_model_parallel_size
+        reader = weights.initial_reader(config, 5)
+        weights.load(model, config, reader, padded_vocab=args.padded_vocab_size, rank=rank, size=tp)
     return Float16Module(model.config, model)
 
 
@@ -127,9 +123,9 @@ def compare(args: Any, model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import mpu
     from vime.backends.megatron_utils import loss
 
-    import rl_kernel
     from recipes.engines.megatron_model import lm_head_of, unwrap
     from recipes.vime import compat, head
+    from rl_kernel import registry
 
     original = original_function()
     shape = {k: batch[k] for k in ("unconcat_tokens", "total_lengths", "response_lengths")}
@@ -170,7 +166,7 @@ def compare(args: Any, model: Any, batch: dict[str, Any]) -> dict[str, Any]:
         "weight_elements": lm_head.weight.numel(),
         "lengths": [len(part) for part in strict["log_probs"]] == [len(part) for part in own["log_probs"]],
         "bits": [int(x) for x in mine.view(torch.int32)],
-        "backend": rl_kernel.explain("linear_logp", dtype=torch.bfloat16).splitlines()[1].strip(),
+        "backend": registry.resolve("linear_logp", hidden.device, torch.bfloat16).backend,
     }
 
 
@@ -204,6 +200,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     from recipes.engines import megatron_cpu
 
+    # vime's actor imports a CUDA allocator hook that has no CPU build; nothing of it is called here.
+    sys.modules.setdefault("torch_memory_saver", SimpleNamespace(torch_memory_saver=SimpleNamespace()))  # type: ignore[arg-type]
     torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign] - vime's data code moves tensors
     with megatron_cpu.scope():
         from megatron.core import mpu

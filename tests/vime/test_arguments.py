@@ -47,6 +47,7 @@ def test_arms_differ_only_in_operators(hardware: str) -> None:
         "--wandb-group",
         "--attention-backend",
         "--transformer-impl",
+        "--cp-comm-type",
         "--spec",
         "--custom-megatron-init-path",
         "--custom-megatron-before-log-prob-hook-path",
