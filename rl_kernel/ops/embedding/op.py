@@ -93,7 +93,7 @@ def embedding(
 
     Guarantee: same bits for every tensor-parallel size. Backward: a row's tokens ascending in fp32, one rounding.
     """
-    if not (weight.dim() == 2):
+    if weight.dim() != 2:
         raise ContractError(f"embedding: weight must be [V, H], got shape {tuple(weight.shape)}")
     if ids.dtype not in (torch.int64, torch.int32):
         raise ContractError(f"embedding: ids must be int64 or int32, got {ids.dtype}")

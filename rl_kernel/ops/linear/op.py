@@ -130,13 +130,13 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 def _rows(x: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
-    if not (weight.dim() == 2):
+    if weight.dim() != 2:
         raise ContractError(f"{name}: weight must be [N, K], got shape {tuple(weight.shape)}")
     if not (x.dim() >= 1 and x.shape[-1] == weight.shape[1]):
         raise ContractError(
             f"{name}: last dimension of x {tuple(x.shape)} must equal K={weight.shape[1]} of weight [N, K]"
         )
-    if not (x.dtype == weight.dtype):
+    if x.dtype != weight.dtype:
         raise ContractError(f"{name}: x is {x.dtype} and weight is {weight.dtype}; use one dtype on both sides")
     return x.reshape(-1, x.shape[-1])
 
@@ -177,7 +177,7 @@ def linear(
     rows = _rows(x, weight, "linear")
     ranks = group_size(tp_group)
     local = local_segments("segments", segments, ranks)
-    if not (weight.shape[1] % local == 0):
+    if weight.shape[1] % local:
         raise ContractError(f"linear: K={weight.shape[1]} is not divisible by {local} local segments")
     if ranks == 1:
         y = _linear(rows, weight, local, 1, 1, out_dtype)
@@ -225,9 +225,10 @@ def column_parallel_linear(
     rows = _rows(x, weight, "column_parallel_linear")
     ranks = group_size(tp_group)
     local = local_segments("grad_segments", grad_segments, ranks)
-    if not (weight.shape[0] % (local * parts) == 0):
+    if weight.shape[0] % (local * parts):
         raise ContractError(
-            f"column_parallel_linear: {weight.shape[0]} local rows are not divisible by {local} leaves times parts={parts}"
+            f"column_parallel_linear: {weight.shape[0]} local rows are not divisible by {local} leaves times "
+            f"parts={parts}"
         )
     if ranks == 1:
         y = _linear(rows, weight, 1, local, parts, out_dtype)

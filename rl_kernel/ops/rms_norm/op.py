@@ -101,9 +101,10 @@ def rms_norm(
         raise ContractError(
             f"rms_norm: weight {tuple(weight.shape)} must be [H] with H = last dimension of x {tuple(x.shape)}"
         )
-    if not (x.dtype == weight.dtype):
+    if x.dtype != weight.dtype:
         raise ContractError(
-            f"rms_norm: x is {x.dtype} and weight is {weight.dtype}; keep norm weights in the model's dtype on both sides"
+            f"rms_norm: x is {x.dtype} and weight is {weight.dtype}; keep norm weights in the model's dtype on both "
+            "sides"
         )
     rows = x.reshape(-1, x.shape[-1])
     if residual is None:

@@ -73,12 +73,13 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) 
 
     Guarantee: a head's bits depend on that head and its position only.
     """
-    if not (x.dim() == 3):
+    if x.dim() != 3:
         raise ContractError(f"rope: x must be [T, heads, D], got shape {tuple(x.shape)}")
     if not (cos_sin_cache.dim() == 2 and cos_sin_cache.shape[1] == x.shape[2] and cos_sin_cache.dtype == torch.float32):
         raise ContractError(
-            f"rope: cos_sin_cache {tuple(cos_sin_cache.shape)} {cos_sin_cache.dtype} must be [max_pos, {x.shape[2]}] fp32"
+            f"rope: cos_sin_cache {tuple(cos_sin_cache.shape)} {cos_sin_cache.dtype} must be "
+            f"[max_pos, {x.shape[2]}] float32"
         )
-    if not (positions.shape == x.shape[:1]):
+    if positions.shape != x.shape[:1]:
         raise ContractError(f"rope: positions {tuple(positions.shape)} must be [{x.shape[0]}]")
     return _rope(x, positions, cos_sin_cache)
