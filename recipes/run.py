@@ -27,7 +27,7 @@ INTERRUPTED = 130
 log = logging.getLogger(__name__)
 
 
-class Stop(BaseException):
+class Stop(KeyboardInterrupt):
     """The user wants out at once."""
 
 
@@ -35,7 +35,8 @@ class Signals(contextlib.AbstractContextManager):
     """Ctrl-C and SIGTERM. The first one lets a step finish; a second one, or one outside of a step, ends at once."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = False  # after this step
+        self.at_once = False
         self.in_step = False
         self._previous: dict[int, Any] = {}
 
@@ -48,6 +49,7 @@ class Signals(contextlib.AbstractContextManager):
 
     def _handle(self, number: int, frame: object) -> None:
         if self.requested or not self.in_step:
+            self.at_once = True
             raise Stop
         self.requested = True
         print("\nstopping after this step, with a checkpoint (once more: at once)", file=sys.stderr, flush=True)
@@ -162,8 +164,9 @@ class Run:
             set_aside(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.checkpointer.require_space()
+        signals = Signals()
         try:
-            with Signals() as signals, contextlib.ExitStack() as stack:
+            with signals, contextlib.ExitStack() as stack:
                 signals.install()
                 stack.callback(self.task.close)
                 stack.callback(self.cluster.shutdown)
@@ -185,9 +188,10 @@ class Run:
                     self.steps(logger, signals)
                 # Backends are resolved by the first call, so ask again.
                 self.manifest.engines(*self.cluster.describe())
-        except (Stop, SystemExit) as stop:  # SystemExit: Ray's own handler, while Ray starts
-            return self._end("interrupted", stop)
         except BaseException as error:
+            # Ray's own handler exits while Ray starts, and compiled code may wrap what a handler of ours raised.
+            if signals.at_once or isinstance(error, SystemExit):
+                return self._end("interrupted")
             self._end("failed", error)
             raise
         return self._end("completed" if loop.step >= config.trainer.steps else "interrupted")
@@ -197,7 +201,7 @@ class Run:
         if self.manifest is not None:
             # A full disk may be what ended the run: the first error is the one to show.
             with contextlib.suppress(RecipeError):
-                self.manifest.finish(state, last_step=self.loop.step, error=None if isinstance(error, Stop) else error)
+                self.manifest.finish(state, last_step=self.loop.step, error=error)
         self._show()
         if state == "completed":
             return 0
