@@ -6,6 +6,7 @@ naming the key and the fix, before any engine starts.
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -199,8 +200,8 @@ class OrchestratorConfig:
     start_timeout_s: float = 300.0
     step_timeout_s: float = 600.0
     # vime only
-    vime_root: str = "/root/vime"
-    megatron_root: str = "/root/Megatron-LM"
+    vime_root: str = field(default_factory=lambda: os.environ.get("RLK_VIME_ROOT", "/root/vime"))
+    megatron_root: str = field(default_factory=lambda: os.environ.get("RLK_MEGATRON_ROOT", "/root/Megatron-LM"))
     ray_address: str | None = None  # null: start a head node on this machine
     dry_run: bool = False  # print vime's argument list and the checks, start nothing
     min_disk_gib: float = 150.0
