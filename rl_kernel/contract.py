@@ -176,7 +176,11 @@ def _ops(family: str, virtual_tp: int, dtype: str) -> dict[str, OpContract]:
         "linear_logp_backward": OpContract(
             inputs="one row of logits, its upstream gradients",
             partition=f"dH: padded vocabulary in {virtual_tp} segments; dW: all tokens of the batch",
-            merge=("ascending inside a segment" if family == "cpu" else f"{VOCAB_BLOCK}-column blocks of a segment ascending")
+            merge=(
+                "ascending inside a segment"
+                if family == "cpu"
+                else f"{VOCAB_BLOCK}-column blocks of a segment ascending"
+            )
             + "; segments, then ranks, in one balanced binary tree",
             precision=f"dlogits {dtype}, fp32 accumulators",
             rounding=f"dlogits once to {dtype}; dH once to {dtype}; dW once or accumulated in fp32",

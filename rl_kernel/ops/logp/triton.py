@@ -219,9 +219,8 @@ def _dlogits(
         z, tl.load(state_ptr + row), tl.load(state_ptr + T + row), tl.load(state_ptr + 2 * T + row),
         tl.load(grads_ptr + row), tl.load(grads_ptr + T + row), tl.load(grads_ptr + 2 * T + row), column == target,
     )  # fmt: skip
-    if DIVIDE:
-        if temperature != 1.0:  # noqa: SIM102 - one condition is known at compile time
-            dz = divide(dz, temperature)
+    if temperature != 1.0:
+        dz = divide(dz, temperature)
     dz = tl.where(column < columns, dz, 0.0)
     at = out_ptr + row.to(tl.int64) * out_stride + column
     tl.store(at, dz.to(out_ptr.dtype.element_ty), mask=column < width)
@@ -270,8 +269,9 @@ def dlogits(
 
 @triton.jit
 def _log_softmax(
-    logits_ptr, temperature_ptr, state_ptr, out_ptr, T, stride, columns, width, BLOCK: tl.constexpr, DIVIDE: tl.constexpr
-):
+    logits_ptr, temperature_ptr, state_ptr, out_ptr, T, stride, columns, width,
+    BLOCK: tl.constexpr, DIVIDE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(logits_ptr + row.to(tl.int64) * stride + column, mask=column < columns, other=NEG_INF)

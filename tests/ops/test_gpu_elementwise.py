@@ -1,0 +1,141 @@
+"""Bytes of the elementwise and normalising operators on a GPU: rows never notice their batch or their launch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rl_kernel import triton_utils
+from tests.ops.gpu_harness import BF16, CASES, Tally, data, differing, rng, rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an sm90 or gfx942 GPU"),
+]
+
+
+def test_rms_norm_rows_do_not_notice_batch_or_launch():
+    from rl_kernel.ops.rms_norm import triton as op
+
+    tally, source = Tally("rms_norm"), rng(1)
+    while tally.cases < CASES:
+        h = source.choice([64, 128, 896, 1024, 2048, 4096, 5120])
+        t = rows(source, 8192 if h <= 2048 else 4096)
+        seed = source.randrange(1 << 30)
+        x, w = data(t, h, seed=seed), data(h, seed=seed + 1, heavy=False)
+        residual = data(t, h, seed=seed + 2) if source.random() < 0.5 else None
+        y, out, rstd = op.forward(x, w, 1e-6, residual)
+        for _ in range(4):
+            a = source.randrange(t)
+            b = min(t, a + source.choice([1, 2, 3, 17, 64]))
+            launch = {"block": source.choice([128, 1024, 4096, 8192]), "warps": source.choice([1, 2, 4, 8])}
+            if h * 16 < launch["block"]:
+                launch["block"] = h * 16
+            with triton_utils.override_launch("rms_norm", launch):
+                z, zout, zstd = op.forward(x[a:b], w, 1e-6, None if residual is None else residual[a:b])
+            tally.equal(y[a:b], z, "slice and launch", (h, t, a, b, launch))
+            assert differing(rstd[a:b], zstd) == 0
+            if out is not None and zout is not None:
+                assert differing(out[a:b], zout) == 0
+        dy, s = data(t, h, seed=seed + 3), x if out is None else out
+        dx, dw = op.backward(dy, residual, s, w, rstd)
+        a = source.randrange(t)
+        dres = None if residual is None else residual[a:]
+        tally.equal(dx[a:], op.backward(dy[a:], dres, s[a:], w, rstd[a:])[0], "dx")
+        tally.equal(dw, op.backward(dy, residual, s, w, rstd)[1], "dw run to run")
+    tally.done()
+
+
+def test_rope_fused_with_norm_equals_both_after_each_other():
+    from rl_kernel.ops.rms_norm import triton as norm
+    from rl_kernel.ops.rope import triton as op
+
+    tally, source = Tally("rope"), rng(2)
+    cache = torch.randn(4096, 128, device="cuda")
+    while tally.cases < CASES:
+        heads, t, dim = source.choice([1, 2, 8, 32]), rows(source, 2048), source.choice([64, 128])
+        seed = source.randrange(1 << 30)
+        qkv = data(t, (heads + 2) * dim, seed=seed)
+        x = qkv[:, dim : dim + heads * dim].view(t, heads, dim)
+        table = cache[:, :dim].contiguous()
+        position = torch.randint(0, 4096, (t,), device="cuda")
+        w = data(dim, seed=seed + 1, heavy=False)
+        plain, both = op.forward(x, position, table), op.norm_forward(x, w, 1e-6, position, table)
+        tally.equal(both, op.forward(norm.forward(x, w, 1e-6)[0], position, table), "fused", (heads, t, dim))
+        c, s = table[position, None, : dim // 2], table[position, None, dim // 2 :]
+        x1, x2 = x[..., : dim // 2].float(), x[..., dim // 2 :].float()
+        tally.equal(plain, torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1).to(BF16), "torch formula")
+        a = source.randrange(t)
+        with triton_utils.override_launch("rope", {"block": 512, "warps": source.choice([1, 2, 8])}):
+            tally.equal(both[a:], op.norm_forward(x[a:], w, 1e-6, position[a:], table), "slice and launch")
+    tally.done()
+
+
+def test_swiglu_rows_do_not_notice_batch_or_launch():
+    from rl_kernel.ops.swiglu import triton as op
+
+    tally, source = Tally("swiglu"), rng(3)
+    while tally.cases < CASES:
+        f, t = source.choice([48, 1536, 3072, 12288]), rows(source, 2048)
+        x, dy = data(t, 2 * f, seed=tally.cases), data(t, f, seed=tally.cases + 1)
+        y, g = op.forward(x), op.backward(dy, x)
+        for _ in range(4):
+            a = source.randrange(t)
+            with triton_utils.override_launch(
+                "swiglu", {"block": source.choice([256, 2048]), "warps": source.choice([1, 8])}
+            ):
+                tally.equal(y[a:], op.forward(x[a:]), "forward", (f, t, a))
+                tally.equal(g[a:], op.backward(dy[a:], x[a:]), "backward", (f, t, a))
+        # A column shard of both halves is what a tensor-parallel rank holds.
+        half = f // 2
+        shard = torch.cat([x[:, half:f], x[:, f + half :]], 1)
+        tally.equal(y[:, half:], op.forward(shard), "column shard")
+    tally.done()
+
+
+def test_embedding_shards_add_up_and_backward_is_ordered():
+    from rl_kernel.ops.embedding import triton as op
+
+    tally, source = Tally("embedding"), rng(4)
+    while tally.cases < CASES:
+        h, v, t = source.choice([64, 1024, 4096]), source.choice([512, 4096]), rows(source, 2048)
+        w, ids = data(v, h, seed=tally.cases), torch.randint(0, v, (t,), device="cuda")
+        dy = data(t, h, seed=tally.cases + 1)
+        whole = op.forward(ids, w)
+        tally.equal(whole, w[ids] + 0.0, "gather", (h, v, t))
+        tp = source.choice([2, 4, 8])
+        parts = [op.forward(ids, w[r * v // tp : (r + 1) * v // tp], r * v // tp) for r in range(tp)]
+        tally.equal(whole, torch.stack(parts).sum(0), "sum over ranks")
+        grad = op.backward(dy, ids, v)
+        tally.equal(grad, op.backward(dy, ids, v), "backward run to run")
+        shards = [op.backward(dy, ids, v // tp, r * v // tp) for r in range(tp)]
+        tally.equal(grad, torch.cat(shards), "backward shards")
+    tally.done()
+
+
+def test_reduce_parts_is_the_tree():
+    from rl_kernel.ops.collectives import reference, triton
+
+    tally, source = Tally("collectives"), rng(5)
+    while tally.cases < CASES:
+        ranks, n = source.choice([1, 2, 3, 4, 8]), rows(source, 1 << 18)
+        parts = torch.randn(ranks, n, device="cuda") * torch.randn(ranks, n, device="cuda").exp()
+        for dtype in (torch.float32, BF16):
+            tally.equal(triton.reduce_parts(parts, dtype), reference.reduce_parts(parts, dtype), "tree", (ranks, n))
+    tally.done()
+
+
+def test_accuracy_is_that_of_eager():
+    import torch.nn.functional as F  # noqa: N812
+
+    from rl_kernel.ops.rms_norm import triton as norm
+    from rl_kernel.ops.swiglu import triton as swiglu
+
+    x, w = data(512, 4096, seed=1), data(4096, seed=2, heavy=False)
+    exact = F.rms_norm(x.double(), (4096,), w.double(), 1e-6)
+    own, eager = norm.forward(x, w, 1e-6)[0], F.rms_norm(x, (4096,), w, 1e-6)
+    assert (own - exact).abs().sum() <= 2 * (eager - exact).abs().sum()
+    g = data(512, 8192, seed=3)
+    exact = F.silu(g[:, :4096].double()) * g[:, 4096:].double()
+    own, eager = swiglu.forward(g), F.silu(g[:, :4096]) * g[:, 4096:]
+    assert (own - exact).abs().sum() <= 2 * (eager - exact).abs().sum()
