@@ -170,7 +170,9 @@ class MegatronEngine:
 
             self.model.train()
             lr = train.critic_lr if role == "critic" else train.lr
-            self.optimizer = Optimizer(self.model, train, lr=lr, segments=self.segments)
+            self.optimizer = Optimizer(
+                self.model, train, lr=lr, segments=self.segments, norm_grads_complete=self.strict
+            )
 
     # Forward ---------------------------------------------------------------------------------------------------------
 

@@ -273,6 +273,10 @@ def strict_values(model: Any, packed: PackedBatch) -> torch.Tensor:
     return model.output_layer(hidden_states(model, packed))
 
 
+def _round_up(value: int, step: int) -> int:
+    return (value + step - 1) // step * step
+
+
 def native_hidden_or_logits(model: Any, packed: PackedBatch, *, logits: bool) -> torch.Tensor:
     """Stock forward. Megatron's local attention takes no packed batch on the CPU, so sequences are padded side by side.
 
@@ -283,8 +287,9 @@ def native_hidden_or_logits(model: Any, packed: PackedBatch, *, logits: bool) ->
     lengths = (packed.cu_seqlens[1:] - packed.cu_seqlens[:-1]).long()
     rows = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     columns = packed.position_ids
-    width = int(lengths.max())
-    ids = packed.tokens.new_zeros(len(lengths), width)
+    # Few distinct shapes: torch's CPU matrix products keep a compiled kernel, and memory, for each one.
+    width, height = _round_up(int(lengths.max()), 32), _round_up(len(lengths), 16)
+    ids = packed.tokens.new_zeros(height, width)
     ids[rows, columns] = packed.tokens
     positions = torch.arange(width, device=ids.device).expand_as(ids)
     # True hides. Left out, Megatron would build the same causal mask on a CUDA device.

@@ -29,14 +29,16 @@ class Optimizer:
         train: ``recipes.config.TrainConfig``.
         lr: learning rate after warm-up.
         segments: virtual tensor-parallel size S; the gradient norm is summed over S shards of every sharded tensor.
+        norm_grads_complete: the model's backward sums the gradients of norm weights over tensor-parallel ranks (strict
+            modules do, stock ones leave it to Megatron).
     """
 
-    def __init__(self, model: Any, train: Any, *, lr: float, segments: int) -> None:
+    def __init__(self, model: Any, train: Any, *, lr: float, segments: int, norm_grads_complete: bool) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        self.model, self.segments = model, segments
+        self.model, self.segments, self.norm_grads_complete = model, segments, norm_grads_complete
         self.distributed, self.clip_grad = train.distributed_optimizer, float(train.clip_grad)
         dtype = model.config.params_dtype
         ddp_config = DistributedDataParallelConfig(
@@ -100,7 +102,12 @@ class Optimizer:
         """
         lr = self.learning_rate
         with megatron_cpu.scope(optimizer=True):
-            self.ddp.finish_grad_sync()
+            if self.norm_grads_complete:
+                self.ddp.finish_grad_sync()
+            else:  # also sums the gradients of q/k norms over tensor-parallel ranks
+                from megatron.core.distributed import finalize_model_grads
+
+                finalize_model_grads([self.ddp])
         self._require_finite_grads()
         grad_norm = 0.0
         if not self.distributed:

@@ -50,7 +50,9 @@ def splits(rank: int, port: int, case: Case) -> dict[str, bytes]:
     return {name: b"".join(part[i] for i in range(6)) for name, part in ways.items()}
 
 
-def train(rank: int, port: int, case: Case, steps: int, folder: str = "", save_at: int = -1) -> dict[str, Any]:
+def train(
+    rank: int, port: int, case: Case, steps: int, folder: str = "", save_at: int = -1, pad: int = 1
+) -> dict[str, Any]:
     """``steps`` updates on two micro-batches a data-parallel rank; resumes from ``folder`` if it holds a state."""
     engine = case.engine(rank, port)
     first = 0
@@ -60,7 +62,7 @@ def train(rank: int, port: int, case: Case, steps: int, folder: str = "", save_a
     dp_rank = rank // (case.tp * case.cp)
     history = []
     for step in range(first, steps):
-        batches = [make_batch(4, seed=100 * step + 10 * dp_rank + n) for n in range(2)]
+        batches = [make_batch(4, seed=100 * step + 10 * dp_rank + n, pad_to_multiple=pad) for n in range(2)]
         scale = 1.0 / 200.0
         loss = squared(scale) if case.role == "critic" else nll(scale)
         metrics = engine.forward_backward(batches, loss, 0.7)
@@ -68,7 +70,7 @@ def train(rank: int, port: int, case: Case, steps: int, folder: str = "", save_a
         history.append((sum(m["loss"] for m in metrics), result["grad_norm"], result["lr"]))
         if step == save_at:
             engine.save_state(folder)
-    batch = make_batch()
+    batch = make_batch(pad_to_multiple=pad)
     if case.role == "critic":
         last = raw(engine.forward_values(batch))
     else:
