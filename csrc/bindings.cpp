@@ -12,6 +12,7 @@ STABLE_TORCH_LIBRARY(rlk, m) {
   m.def("collectives_reduce_parts(Tensor parts, Tensor(a!) out) -> ()");
   // logp
   m.def("logp_leaf_stats(Tensor logits, Tensor temperature, int columns, Tensor(a!) stats) -> ()");
+  m.def("logp_whole_rows(Tensor stats, Tensor z_target, Tensor(a!) out) -> ()");
   m.def("logp_tree_nodes(Tensor stats, Tensor m, Tensor ranges, Tensor(a!) nodes) -> ()");
   m.def("logp_finish(Tensor nodes, Tensor merges, int first_slot, Tensor m, Tensor z_target, Tensor(a!) out) -> ()");
   m.def("logp_dlogits(Tensor logits, Tensor temperature, Tensor targets, Tensor state, Tensor grads, int columns, Tensor(a!) out) -> ()");

@@ -31,6 +31,52 @@ void logp_leaf_stats(const Tensor& logits, const Tensor& temperature, int64_t co
   });
 }
 
+// The two products of step 3 for one row of leaves: planes m, s, u of stats are `plane` apart.
+void leaf_terms(const float* leaf, int64_t plane, int64_t leaves, float m, float* l, float* u) {
+  int64_t i = 0;
+  for (; i + 8 <= leaves; i += 8) {
+    const V8 s = load8(leaf + plane + i), d = load8(leaf + i) - splat(m), w = exp(d);
+    store8(l + i, where_nonzero(w, s * w));
+    store8(u + i, where_nonzero(w, w * (load8(leaf + 2 * plane + i) + d * s)));
+  }
+  for (; i < leaves; ++i) {
+    const float s = leaf[plane + i], d = leaf[i] - m, w = exp(d);
+    l[i] = where_nonzero(w, s * w);
+    u[i] = where_nonzero(w, w * (leaf[2 * plane + i] + d * s));
+  }
+}
+
+// Step 4 of one row; out is (logp, lse, entropy, log l), `rows` apart.
+void results(float z, float m, float l, float u, float* out, int64_t rows) {
+  const float log_l = log(l);
+  out[0] = (z - m) - log_l;
+  out[rows] = m + log_l;
+  out[2 * rows] = log_l - u / l;
+  out[3 * rows] = log_l;
+}
+
+// stats [3, T, L] of all leaves of the vocabulary -> out (logp, lse, entropy, log l, m) [5, T]
+void logp_whole_rows(const Tensor& stats, const Tensor& z_target, Tensor out) {
+  const int64_t rows = stats.size(1), leaves = stats.size(2);
+  STD_TORCH_CHECK(leaves > 0, "logp_whole_rows: no leaves");
+  check_rows("logp_whole_rows", stats, 3 * rows * leaves);
+  check_rows("logp_whole_rows", z_target, rows);
+  check_rows("logp_whole_rows", out, 5 * rows);
+  const float *s = data<float>(stats), *z = data<float>(z_target);
+  float* to = data<float>(out);
+  parallel_for(rows, 60.0 + 30.0 * double(leaves), [=](int64_t begin, int64_t end) {
+    std::vector<float> l(leaves), u(leaves);
+    for (int64_t row = begin; row < end; ++row) {
+      const float* leaf = s + row * leaves;
+      float m = leaf[0];
+      for (int64_t i = 1; i < leaves; ++i) m = leaf[i] > m || leaf[i] != leaf[i] ? leaf[i] : m;  // NaN stays: no x > NaN
+      leaf_terms(leaf, rows * leaves, leaves, m, l.data(), u.data());
+      results(z[row], m, tree(l.data(), leaves), tree(u.data(), leaves), to + row, rows);
+      to[4 * rows + row] = m;
+    }
+  });
+}
+
 // stats [3, T, L], m [T], ranges [N, 2] -> nodes [slots >= N, 2, T]
 void logp_tree_nodes(const Tensor& stats, const Tensor& m, const Tensor& ranges, Tensor nodes) {
   const int64_t rows = stats.size(1), leaves = stats.size(2), count = ranges.size(0);
@@ -48,12 +94,7 @@ void logp_tree_nodes(const Tensor& stats, const Tensor& m, const Tensor& ranges,
   parallel_for(rows, 30.0 * double(leaves), [=](int64_t begin, int64_t end) {
     std::vector<float> l(leaves), u(leaves);
     for (int64_t row = begin; row < end; ++row) {
-      const float* leaf = s + row * leaves;
-      for (int64_t i = 0; i < leaves; ++i) {
-        const float d = leaf[i] - maximum[row], w = exp(d);
-        l[i] = where_nonzero(w, leaf[rows * leaves + i] * w);
-        u[i] = where_nonzero(w, w * (leaf[2 * rows * leaves + i] + d * leaf[rows * leaves + i]));
-      }
+      leaf_terms(s + row * leaves, rows * leaves, leaves, maximum[row], l.data(), u.data());
       for (int64_t n = 0; n < count; ++n) {
         const int64_t first = range[2 * n], size = range[2 * n + 1] - first;
         out[2 * n * rows + row] = tree(l.data() + first, size);
@@ -90,11 +131,7 @@ void logp_finish(const Tensor& nodes, const Tensor& merges, int64_t first_slot, 
         }
         root[k] = value[count ? slots + count - 1 : first_slot];
       }
-      const float log_l = log(root[0]);
-      to[row] = (z[row] - maximum[row]) - log_l;
-      to[rows + row] = maximum[row] + log_l;
-      to[2 * rows + row] = log_l - root[1] / root[0];
-      to[3 * rows + row] = log_l;
+      results(z[row], maximum[row], root[0], root[1], to + row, rows);
     }
   });
 }
@@ -145,6 +182,7 @@ void logp_log_softmax(const Tensor& logits, const Tensor& temperature, const Ten
 
 STABLE_TORCH_LIBRARY_IMPL(rlk, CPU, m) {
   m.impl("logp_leaf_stats", TORCH_BOX(&rlk::logp_leaf_stats));
+  m.impl("logp_whole_rows", TORCH_BOX(&rlk::logp_whole_rows));
   m.impl("logp_tree_nodes", TORCH_BOX(&rlk::logp_tree_nodes));
   m.impl("logp_finish", TORCH_BOX(&rlk::logp_finish));
   m.impl("logp_dlogits", TORCH_BOX(&rlk::logp_dlogits));

@@ -113,9 +113,9 @@ def _opcheck(group):
 
     name, x = op.group_name(group), payload(0, (8, 3)).requires_grad_()
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(op._all_reduce, (x, name, torch.bfloat16), test_utils=tests)
-    torch.library.opcheck(op._reduce_scatter, (x, name, torch.float32), test_utils=tests)
-    torch.library.opcheck(op._all_gather, (x, name, True), test_utils=tests)
+    torch.library.opcheck(op._all_reduce.registered, (x, name, torch.bfloat16), test_utils=tests)
+    torch.library.opcheck(op._reduce_scatter.registered, (x, name, torch.float32), test_utils=tests)
+    torch.library.opcheck(op._all_gather.registered, (x, name, True), test_utils=tests)
 
 
 def test_opcheck(ranks):

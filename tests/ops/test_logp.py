@@ -345,10 +345,10 @@ def test_opcheck():
     x, targets = make(6, 300)
     targets[2] = -100
     t = torch.full((6,), 0.7)
-    torch.library.opcheck(op._logp, (x.requires_grad_(), targets, t, [0, 300], 290, -100, "", "auto"))
-    torch.library.opcheck(op._log_softmax, (x.detach(), t, 300, "auto"))
+    torch.library.opcheck(op._logp.registered, (x.requires_grad_(), targets, t, [0, 300], 290, -100, "", "auto"))
+    torch.library.opcheck(op._log_softmax.registered, (x.detach(), t, 300, "auto"))
     state, grads = torch.randn(3, 6), torch.randn(3, 6)
-    torch.library.opcheck(op._logp_backward, (x.detach(), targets, t, state, grads, 0, 290, -100, "auto"))
+    torch.library.opcheck(op._logp_backward.registered, (x.detach(), targets, t, state, grads, 0, 290, -100, "auto"))
 
 
 def test_layout_counts():

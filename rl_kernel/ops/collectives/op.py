@@ -19,11 +19,13 @@ the identity and the rounding. Errors: :class:`ContractError` for a dtype or a s
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rl_kernel.errors import ContractError
+from rl_kernel.ops._operator import Operator
 from rl_kernel.registry import resolve
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -88,8 +90,7 @@ def _check_rows(name: str, x: torch.Tensor, size: int) -> None:
         raise ContractError(f"{name}: dimension 0 of x {tuple(x.shape)} must be a multiple of the group size {size}")
 
 
-@torch.library.custom_op("rl_kernel::all_reduce", mutates_args=())
-def _all_reduce(x: torch.Tensor, group: str, out_dtype: torch.dtype) -> torch.Tensor:
+def _all_reduce_bytes(x: torch.Tensor, group: str, out_dtype: torch.dtype) -> torch.Tensor:
     process_group = group_of(group)
     size = process_group.size()
     if size > 2 and x.numel() >= _SLICED_NUMEL and x.numel() % size == 0:
@@ -98,48 +99,62 @@ def _all_reduce(x: torch.Tensor, group: str, out_dtype: torch.dtype) -> torch.Te
     return _reduce_parts(gather_bytes(x, process_group), out_dtype)
 
 
-@_all_reduce.register_fake
-def _(x: torch.Tensor, group: str, out_dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=out_dtype, device=x.device)
-
-
-@torch.library.custom_op("rl_kernel::reduce_scatter", mutates_args=())
-def _reduce_scatter(x: torch.Tensor, group: str, out_dtype: torch.dtype) -> torch.Tensor:
+def _reduce_scatter_bytes(x: torch.Tensor, group: str, out_dtype: torch.dtype) -> torch.Tensor:
     return _reduce_parts(_exchange_slices(x, group_of(group)), out_dtype)
 
 
-@_reduce_scatter.register_fake
-def _(x: torch.Tensor, group: str, out_dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty((x.shape[0] // group_of(group).size(), *x.shape[1:]), dtype=out_dtype, device=x.device)
+def _all_gather_bytes(x: torch.Tensor, group: str, reduce_grad: bool) -> torch.Tensor:
+    return gather_bytes(x, group_of(group)).flatten(0, 1)
 
 
-@torch.library.custom_op("rl_kernel::all_gather", mutates_args=())
-def _all_gather(x: torch.Tensor, group: str, reduce_grad: bool) -> torch.Tensor:
-    parts = gather_bytes(x, group_of(group))
-    return parts.view(-1, *x.shape[1:]) if x.numel() else parts.reshape(parts.shape[0] * x.shape[0], *x.shape[1:])
+class _Gradient:
+    """``flag`` is out_dtype, or reduce_grad of all_gather."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        x, ctx.group, ctx.flag = inputs
+        ctx.dtype = x.dtype
 
 
-@_all_gather.register_fake
-def _(x: torch.Tensor, group: str, reduce_grad: bool) -> torch.Tensor:
-    return torch.empty((x.shape[0] * group_of(group).size(), *x.shape[1:]), dtype=x.dtype, device=x.device)
+class _AllReduceGradient(_Gradient):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return grad.to(ctx.dtype), None, None
 
 
-def _setup(ctx, inputs, output) -> None:
-    ctx.dtype, ctx.group, ctx.flag = inputs[0].dtype, inputs[1], inputs[2]
+class _ReduceScatterGradient(_Gradient):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return _all_gather(grad, ctx.group, False).to(ctx.dtype), None, None
 
 
-def _all_gather_backward(ctx, grad: torch.Tensor):
-    if ctx.flag:
-        return _reduce_scatter(grad, ctx.group, ctx.dtype), None, None
-    group = group_of(ctx.group)
-    return grad.chunk(group.size())[group.rank()].clone(), None, None
+class _AllGatherGradient(_Gradient):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        if ctx.flag:
+            return _reduce_scatter(grad, ctx.group, ctx.dtype), None, None
+        group = group_of(ctx.group)
+        return grad.chunk(group.size())[group.rank()].clone(), None, None
 
 
-_all_reduce.register_autograd(lambda ctx, grad: (grad.to(ctx.dtype), None, None), setup_context=_setup)
-_reduce_scatter.register_autograd(
-    lambda ctx, grad: (_all_gather(grad, ctx.group, False).to(ctx.dtype), None, None), setup_context=_setup
+_all_reduce = Operator(
+    "all_reduce",
+    _all_reduce_bytes,
+    lambda x, group, out_dtype: x.new_empty(x.shape, dtype=out_dtype),
+    _AllReduceGradient,
 )
-_all_gather.register_autograd(_all_gather_backward, setup_context=_setup)
+_reduce_scatter = Operator(
+    "reduce_scatter",
+    _reduce_scatter_bytes,
+    lambda x, group, out_dtype: x.new_empty((x.shape[0] // group_of(group).size(), *x.shape[1:]), dtype=out_dtype),
+    _ReduceScatterGradient,
+)
+_all_gather = Operator(
+    "all_gather",
+    _all_gather_bytes,
+    lambda x, group, reduce_grad: x.new_empty((x.shape[0] * group_of(group).size(), *x.shape[1:])),
+    _AllGatherGradient,
+)
 
 
 class _CopyToGroup(torch.autograd.Function):

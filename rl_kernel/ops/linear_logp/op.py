@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from rl_kernel.errors import ContractError
+from rl_kernel.ops._operator import Operator
 from rl_kernel.ops.collectives.op import all_reduce, group_name, group_of, group_size
 from rl_kernel.ops.linear import column_parallel_linear
 from rl_kernel.ops.logp import shards
@@ -27,8 +30,7 @@ def _row_backend(backend: str) -> str:
     return backend if backend in ("reference", "native", "triton", "torch") else "auto"
 
 
-@torch.library.custom_op("rl_kernel::linear_logp", mutates_args=())
-def _linear_logp(
+def _linear_logp_rows(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
@@ -63,13 +65,7 @@ def _linear_logp(
     return shards.five(torch.cat(maxima), torch.cat(outputs, dim=1), rows, total)
 
 
-@_linear_logp.register_fake
-def _(hidden, weight, targets, temperature, borders, global_vocab_size, ignore_index, grad_segments, group, backend):
-    return tuple(torch.empty(targets.shape, dtype=torch.float32, device=hidden.device) for _ in range(5))
-
-
-@torch.library.custom_op("rl_kernel::linear_logp_backward", mutates_args=())
-def _linear_logp_backward(
+def _linear_logp_gradients(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
@@ -109,8 +105,26 @@ def _linear_logp_backward(
     return dh, own if need_weight else dw
 
 
-@_linear_logp_backward.register_fake
-def _(hidden, weight, targets, temperature, state, grads, *args):
+class _Gradient:
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.save_for_backward(*inputs[:4], *output[2:])
+        ctx.args = inputs[4:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple:
+        hidden, weight, targets, temperature, entropy, m, log_l = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:2]
+        state, upstream = torch.stack([m, log_l, entropy]), shards.upstream(grads[:3], m)
+        dh, dw = _linear_logp_backward(hidden, weight, targets, temperature, state, upstream, *ctx.args, *needs)
+        return dh if needs[0] else None, dw if needs[1] else None, *(None,) * 8
+
+
+def _empty_rows(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(targets.shape, dtype=torch.float32, device=hidden.device) for _ in range(5))
+
+
+def _empty_gradients(hidden: torch.Tensor, weight: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     need_hidden, need_weight = args[-2:]
     return (
         hidden.new_empty(hidden.shape if need_hidden else (0,)),
@@ -118,20 +132,8 @@ def _(hidden, weight, targets, temperature, state, grads, *args):
     )
 
 
-def _setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:4], *output[2:])
-    ctx.args = inputs[4:]
-
-
-def _backward(ctx, *grads):
-    hidden, weight, targets, temperature, entropy, m, log_l = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:2]
-    state, upstream = torch.stack([m, log_l, entropy]), shards.upstream(grads[:3], m)
-    dh, dw = _linear_logp_backward(hidden, weight, targets, temperature, state, upstream, *ctx.args, *needs)
-    return dh if needs[0] else None, dw if needs[1] else None, *(None,) * 8
-
-
-_linear_logp.register_autograd(_backward, setup_context=_setup)
+_linear_logp = Operator("linear_logp", _linear_logp_rows, _empty_rows, _Gradient)
+_linear_logp_backward = Operator("linear_logp_backward", _linear_logp_gradients, _empty_gradients)
 
 
 def _check_operands(name: str, hidden: torch.Tensor, weight: torch.Tensor) -> None:

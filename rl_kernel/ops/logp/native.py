@@ -8,7 +8,7 @@ from rl_kernel.ops.collectives.native import supports
 from rl_kernel.ops.logp.reference import target_logits
 from rl_kernel.ops.logp.vocab_tree import leaves_of
 
-__all__ = ["dlogits", "finish", "leaf_stats", "log_softmax", "supports", "target_logits", "tree_nodes"]
+__all__ = ["dlogits", "finish", "leaf_stats", "log_softmax", "supports", "target_logits", "tree_nodes", "whole_rows"]
 
 
 def leaf_stats(logits: torch.Tensor, temperature: torch.Tensor, columns: int) -> torch.Tensor:
@@ -30,6 +30,13 @@ def finish(
     program = torch.tensor(merges, dtype=torch.int64).view(-1, 2)
     torch.ops.rlk.logp_finish(nodes.contiguous(), program, first_slot, m, z_target, out)
     return out
+
+
+def whole_rows(stats: torch.Tensor, z_target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maximum, :func:`tree_nodes` and :func:`finish` in one pass where one rank owns every leaf."""
+    out = torch.empty(5, z_target.shape[0])
+    torch.ops.rlk.logp_whole_rows(stats, z_target, out)
+    return out[4], out[:4]
 
 
 def dlogits(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from rl_kernel.errors import ContractError
+from rl_kernel.ops._operator import Operator
 from rl_kernel.ops.collectives.op import group_name, group_of
 from rl_kernel.ops.logp import shards
 from rl_kernel.ops.logp.vocab_tree import VocabLayout
@@ -22,8 +23,7 @@ class LinearLogpOutput(NamedTuple):
     entropy: torch.Tensor
 
 
-@torch.library.custom_op("rl_kernel::logp", mutates_args=())
-def _logp(
+def _logp_rows(
     logits: torch.Tensor,
     targets: torch.Tensor,
     temperature: torch.Tensor,
@@ -51,13 +51,7 @@ def _logp(
     return shards.five(m, out, rows, total)
 
 
-@_logp.register_fake
-def _(logits, targets, temperature, borders, global_vocab_size, ignore_index, group, backend):
-    return tuple(torch.empty(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(5))
-
-
-@torch.library.custom_op("rl_kernel::logp_backward", mutates_args=())
-def _logp_backward(
+def _logp_dlogits(
     logits: torch.Tensor,
     targets: torch.Tensor,
     temperature: torch.Tensor,
@@ -82,33 +76,26 @@ def _logp_backward(
     return out
 
 
-@_logp_backward.register_fake
-def _(logits, targets, temperature, state, grads, start, columns, ignore_index, backend):
-    return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+class _Gradient:
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        logits, targets, temperature, borders, global_vocab_size, ctx.ignore_index, group, ctx.backend = inputs
+        ctx.save_for_backward(logits, targets, temperature, *output[2:])
+        rank = group_of(group).rank() if group else 0
+        ctx.start = borders[rank]
+        ctx.columns = VocabLayout(tuple(borders), global_vocab_size).columns(rank)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple:
+        logits, targets, temperature, entropy, m, log_l = ctx.saved_tensors
+        state, upstream = torch.stack([m, log_l, entropy]), shards.upstream(grads[:3], m)
+        args = (ctx.start, ctx.columns, ctx.ignore_index, ctx.backend)
+        return _logp_backward(logits, targets, temperature, state, upstream, *args), *(None,) * 7
 
 
-def _setup(ctx, inputs, output) -> None:
-    logits, targets, temperature, borders, global_vocab_size, ignore_index, group, backend = inputs
-    ctx.save_for_backward(logits, targets, temperature, *output[2:])
-    rank = group_of(group).rank() if group else 0
-    ctx.start = borders[rank]
-    ctx.columns = VocabLayout(tuple(borders), global_vocab_size).columns(rank)
-    ctx.ignore_index, ctx.backend = ignore_index, backend
-
-
-def _backward(ctx, *grads):
-    logits, targets, temperature, entropy, m, log_l = ctx.saved_tensors
-    state = torch.stack([m, log_l, entropy])
-    upstream = shards.upstream(grads[:3], m)
-    args = (ctx.start, ctx.columns, ctx.ignore_index, ctx.backend)
-    return _logp_backward(logits, targets, temperature, state, upstream, *args), *(None,) * 7
-
-
-_logp.register_autograd(_backward, setup_context=_setup)
-
-
-@torch.library.custom_op("rl_kernel::log_softmax", mutates_args=())
-def _log_softmax(logits: torch.Tensor, temperature: torch.Tensor, global_vocab_size: int, backend: str) -> torch.Tensor:
+def _log_softmax_rows(
+    logits: torch.Tensor, temperature: torch.Tensor, global_vocab_size: int, backend: str
+) -> torch.Tensor:
     if logits.shape[0] == 0:
         return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     module = resolve("logp", logits.device, logits.dtype, backend).module
@@ -119,9 +106,17 @@ def _log_softmax(logits: torch.Tensor, temperature: torch.Tensor, global_vocab_s
     return module.log_softmax(logits, temperature, torch.stack([m, out[3]]), layout.columns(0))
 
 
-@_log_softmax.register_fake
-def _(logits, temperature, global_vocab_size, backend):
+def _empty_rows(logits: torch.Tensor, targets: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(5))
+
+
+def _empty_logits(logits: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+
+
+_logp = Operator("logp", _logp_rows, _empty_rows, _Gradient)
+_logp_backward = Operator("logp_backward", _logp_dlogits, _empty_logits)
+_log_softmax = Operator("log_softmax", _log_softmax_rows, _empty_logits)
 
 
 def _check_logits(name: str, logits: torch.Tensor) -> torch.Tensor:

@@ -121,6 +121,10 @@ def reduce_rows(
     Returns:
         m [T] and (logp, lse, entropy, log l) [4, T].
     """
+    if group is None and targets.device.type == "cpu":
+        whole = getattr(backend, "whole_rows", None)
+        if whole is not None:
+            return whole(stats, z_target)
     m = stats[0].amax(1) if stats.shape[2] else torch.full_like(z_target, -torch.inf)
     rank = 0
     if group is not None:
