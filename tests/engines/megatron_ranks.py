@@ -38,24 +38,24 @@ class Case:
     seed: int = 7
     train: dict[str, Any] = field(default_factory=dict)
     world_size: int = 0  # 0: what the sizes above need
+    model: dict[str, Any] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
         return self.world_size or self.tp * self.dp * self.cp
 
     def model_config(self) -> ModelConfig:
-        return ModelConfig(
-            dtype=self.dtype,
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=256,
-            tie_word_embeddings=self.tied,
-        )
+        sizes: dict[str, Any] = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 256,
+            **self.model,
+        }
+        return ModelConfig(dtype=self.dtype, vocab_size=VOCAB, tie_word_embeddings=self.tied, **sizes)
 
     def engine(self, rank: int, port: int) -> Any:
         from recipes.engines.megatron import MegatronEngine
