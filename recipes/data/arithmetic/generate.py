@@ -2,10 +2,11 @@
 
 Deterministic: the same bytes every time, and a test compares them with the files in the repository.
 
-Questions are products with a power of ten ("hundred times 7") and a few sums ("3 plus 4"). A policy of random weights
-finds reward step by step: write digits, end the response, write zeros, read the power of ten (the length of the answer),
-read the number. Answers have 1 to 6 digits, so responses differ in length. A third of the prompts stand alone; the others
-begin with one of three system messages, the longest of which fill a key-value block of 32 tokens that many prompts share.
+Questions are products with a power of ten ("hundred times 4") and a few sums ("2 plus 3"). A policy of random weights
+finds reward step by step: write digits, end the response, read the number, read the power of ten. Numbers stay below 6,
+so that a policy that guesses is right often enough to learn from. Answers have 1 to 3 digits, so responses differ in
+length. A quarter of the prompts stand alone; the others begin with one of three system messages. Two of those share 49
+tokens, more than a key-value block of 32.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
-
-POWERS = {"one": 1, "ten": 10, "hundred": 100, "thousand": 1000}
+POWERS = {"one": 1, "ten": 10, "hundred": 100}
+LARGEST = 5
 SHORT = "You are a careful calculator. Answer with the digits of the number and nothing else."
 LONG = SHORT + (
-    " A number times ten ends with one zero more, a number times hundred with two, a number times thousand with three."
+    " A number times ten ends with one zero more, a number times hundred ends with two. Add the numbers of a sum."
 )
 LONGEST = LONG + " Do not write words. Stop after the last digit."
 SYSTEM_MESSAGES = (None, SHORT, LONG, LONGEST)
@@ -40,32 +40,23 @@ CHAT_TEMPLATE = (
 
 def questions() -> list[tuple[str, str]]:
     """Every (question, answer), in a fixed order."""
-    found = [(f"{word} times {n}", str(factor * n)) for word, factor in POWERS.items() for n in range(1, 100)]
-    found += [(f"{a} plus {b}", str(a + b)) for a in range(1, 10) for b in range(1, 10)]
-    return found
+    numbers = range(1, LARGEST + 1)
+    products = [(f"{word} times {n}", str(factor * n)) for word, factor in POWERS.items() for n in numbers]
+    return products + [(f"{a} plus {b}", str(a + b)) for a in numbers for b in numbers if a + b <= LARGEST]
 
 
 def rows() -> list[dict[str, object]]:
-    """The data set: chat messages and the answer as text. One-digit products come with every system message."""
-    numbers = np.random.PCG64(np.random.SeedSequence(7)).random_raw(100_000) % 1_000
-    draw = iter(numbers.tolist())
+    """The data set: chat messages, and the answer as text. Every question comes with every system message."""
     out: list[dict[str, object]] = []
-    for question, answer in questions():
-        one_digit = "times" in question and len(question.split()[-1]) == 1
-        if one_digit:
-            chosen = [0, 0, 1, 2, 3]  # 0 twice is one row: it marks the weight given to prompts that stand alone
-        else:
-            share = 250 if "times" in question else 400  # per mille of the harder questions that are kept
-            chosen = [next(draw) % len(SYSTEM_MESSAGES)] if next(draw) < share else []
-        for kind in dict.fromkeys(chosen):
-            system = SYSTEM_MESSAGES[kind]
-            messages = [] if system is None else [{"role": "system", "content": system}]
+    for system in SYSTEM_MESSAGES:
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        for question, answer in questions():
             out.append({"prompt": [*messages, {"role": "user", "content": question}], "label": answer})
     return out
 
 
 def vocabulary() -> list[str]:
-    """Special tokens, printable ASCII and the words of the set with the space before them. Digits stay single tokens."""
+    """Special tokens, printable ASCII, and the words of the set with the space before them. A digit is a token."""
     characters = ["\n", *(chr(c) for c in range(32, 127))]
     text = " ".join([LONGEST, *POWERS, *(q for q, _ in questions())])
     words = {w.strip(".,") for w in text.split()}
