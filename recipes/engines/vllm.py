@@ -167,17 +167,19 @@ class VllmEngine:
         self._broken: str | None = None
         self._generated = {"tokens": 0, "seconds": 0.0}
         self._llm: Any = None
-        self._directory = tempfile.mkdtemp(prefix="rl-kernel-vllm-")
+        self.hf_config = hf_config(model)
+        directory = tempfile.mkdtemp(prefix="rl-kernel-vllm-")
         try:
-            self._start(seed)
+            (Path(directory) / "config.json").write_text(json.dumps(self.hf_config), encoding="utf-8")
+            self._start(directory, seed)
         except BaseException:
             self.shutdown()
             raise
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)  # vLLM reads it while it starts
 
-    def _start(self, seed: int) -> None:
+    def _start(self, directory: str, seed: int) -> None:
         model, rollout = self.model, self.rollout
-        self.hf_config = hf_config(model)
-        (Path(self._directory) / "config.json").write_text(json.dumps(self.hf_config), encoding="utf-8")
         self.vocab_size = int(self.hf_config["vocab_size"])
         self.tied = bool(self.hf_config.get("tie_word_embeddings", False))
         # In this process; sampling through the replaced sampler; threads placed by whoever starts this process.
@@ -198,7 +200,7 @@ class VllmEngine:
         register()
         clear_shared_layers()
         options: dict[str, Any] = {
-            "model": self._directory,
+            "model": directory,
             "skip_tokenizer_init": True,
             "load_format": "dummy",
             "dtype": model.dtype,
@@ -554,7 +556,6 @@ class VllmEngine:
                 from vllm.distributed import cleanup_dist_env_and_memory
 
                 cleanup_dist_env_and_memory()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def __enter__(self) -> VllmEngine:
         return self

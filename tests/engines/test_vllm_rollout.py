@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 
 from recipes.engines.types import Sample, SamplingParams
-from recipes.engines.vllm import VllmEngine
+from recipes.engines.vllm import VllmEngine, hf_config
+from recipes.engines.vllm_layers import audit_model, clear_shared_layers
 from tests.engines import vllm_helpers as helpers
 
 pytestmark = pytest.mark.engines
@@ -97,6 +101,43 @@ def test_tensor_parallel_changes_nothing(case: dict) -> None:
         info = engine.info()
     assert info["contract"] == case["info"]["contract"]
     assert helpers.different(samples, case["samples"][1.0]) == 0
+
+
+def test_any_vllm_can_be_strict(case: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin alone, switched on by the environment, with vLLM's own seeds: same log-probabilities."""
+    from vllm import LLM
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    monkeypatch.setenv("RL_KERNEL_MODE", "strict")
+    monkeypatch.setenv("RL_KERNEL_VIRTUAL_TP", str(helpers.SEGMENTS))
+    clear_shared_layers()
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(case["model"])))
+    llm = LLM(
+        model=str(tmp_path),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype=case["model"].dtype,
+        enforce_eager=True,
+        kv_cache_memory_bytes=8 << 20,
+        logprobs_mode="processed_logprobs",
+        distributed_executor_backend="uni",
+    )
+    (counts, stock) = llm.apply_model(audit_model)[0]
+    llm.apply_model(lambda model: model.load_weights(iter(case["weights"].items())) and None)
+    params = VllmSamplingParams(temperature=0.7, max_tokens=8, logprobs=0, seed=5, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+    assert stock == []
+    assert counts == case["info"]["replaced"]
+    samples = []
+    for output in outputs:
+        tokens = tuple(output.outputs[0].token_ids)
+        logp = [entry[token].logprob for token, entry in zip(tokens, output.outputs[0].logprobs, strict=True)]
+        samples.append(Sample(tuple(output.prompt_token_ids), tokens, np.array(logp, np.float32), 0, 0, 0, "length"))
+    expected = helpers.forward_logp(case["model"], case["weights"], samples, 0.7)
+    assert helpers.mismatches([s.rollout_logp for s in samples], expected) == 0
 
 
 def test_stock_operators_differ(case: dict) -> None:
