@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass, field, replace
 
 from rl_kernel.errors import ContractError
@@ -85,11 +86,36 @@ _LOG = {
     "sm90": "logf of the CUDA math library",
     "gfx942": "v_log_f32 with two-term ln2 correction",
 }
-_KEY_BLOCK = {"cpu": 32, "sm90": 128, "gfx942": 64}
+KEY_BLOCK = {"cpu": 32, "sm90": 128, "gfx942": 64}
 _ELEMENTWISE = "fp32 add/mul/div/sqrt rounded separately (no contraction)"
 
 
-def _ops(family: str, virtual_tp: int, dtype: str) -> dict[str, OpContract]:
+def attention_variant(family: str) -> str:
+    """The attention arithmetic of this process: ``blocks`` everywhere, or ``fa3`` on sm90 by RLK_SM90_ATTENTION.
+
+    Raises:
+        ContractError: the variable holds another name.
+    """
+    if family != "sm90":
+        return "blocks"
+    variant = os.environ.get("RLK_SM90_ATTENTION", "blocks")
+    if variant not in ("blocks", "fa3"):
+        raise ContractError(f"RLK_SM90_ATTENTION={variant!r} must be blocks or fa3")
+    return variant
+
+
+_FA3 = OpContract(
+    inputs="one query head of one token, keys and values at positions 0..p of its sequence",
+    partition="keys in blocks of the library's tile from absolute position 0, no split",
+    merge="blocks descending, online (m, l, o) with a running accumulator",
+    precision="bfloat16 q, k, v; fp32 scores and state",
+    rounding="P to bfloat16 before P@V, the output once",
+    primitives=("FlashAttention-3 forward, num_splits=1, as probed at start-up",),
+    parameters={"variant": "fa3"},
+)
+
+
+def _ops(family: str, virtual_tp: int, dtype: str, attention: str) -> dict[str, OpContract]:
     dot, exp, log = _DOT[family], _EXP[family], _LOG[family]
     to_dtype = f"once, to {dtype}"
     return {
@@ -127,18 +153,24 @@ def _ops(family: str, virtual_tp: int, dtype: str) -> dict[str, OpContract]:
             rounding=to_dtype,
             primitives=(_ELEMENTWISE,),
         ),
-        "attention": OpContract(
+        "attention": _FA3
+        if attention == "fa3"
+        else OpContract(
             inputs="one query head of one token, keys and values at positions 0..p of its sequence",
-            partition=f"keys in blocks of {_KEY_BLOCK[family]} from absolute position 0"
+            partition=f"keys in blocks of {KEY_BLOCK[family]} from absolute position 0"
             + ("" if family == "cpu" else ", each with its own maximum and fresh accumulators"),
             merge="blocks ascending, online (m, l, o)",
             precision=f"{dtype} q, k, v; fp32 scores and state",
             rounding=f"P to {dtype} before P@V, the output once"
-            + ("" if family == "cpu" else "; l sums the rounded P by the same matrix instruction"),
+            + (
+                ""
+                if family == "cpu"
+                else "; l sums the rounded P by the same matrix instruction; a block enters (l, o) by one fma"
+            ),
             primitives=(*dot, exp, log, _ELEMENTWISE)
             if family == "cpu"
             else (*dot, "exp2 of fma(score, scale*log2e, -block maximum)", "log2", _ELEMENTWISE),
-            parameters={"key_block": _KEY_BLOCK[family]},
+            parameters={"key_block": KEY_BLOCK[family]},
         ),
         "swiglu": OpContract(
             inputs="one gate and one up element",
@@ -199,7 +231,6 @@ def _ops(family: str, virtual_tp: int, dtype: str) -> dict[str, OpContract]:
     }
 
 
-@functools.lru_cache(maxsize=64)
 def contract_for(family: str, *, virtual_tp: int = 1, model_dtype: str = "bfloat16") -> Contract:
     """The contract of ``family``.
 
@@ -220,7 +251,12 @@ def contract_for(family: str, *, virtual_tp: int = 1, model_dtype: str = "bfloat
         raise ContractError(f"model_dtype={model_dtype!r} must be bfloat16 or float32")
     if model_dtype == "float32" and family != "cpu":
         raise ContractError(f"model_dtype=float32 is defined for the cpu family only, not for {family}; use bfloat16")
-    return Contract(family, virtual_tp, model_dtype, _ops(family, virtual_tp, model_dtype))
+    return _build(family, virtual_tp, model_dtype, attention_variant(family))
+
+
+@functools.lru_cache(maxsize=64)
+def _build(family: str, virtual_tp: int, model_dtype: str, attention: str) -> Contract:
+    return Contract(family, virtual_tp, model_dtype, _ops(family, virtual_tp, model_dtype, attention))
 
 
 def fingerprint(family: str, *, virtual_tp: int = 1, model_dtype: str = "bfloat16") -> str:

@@ -80,9 +80,10 @@ def linear_cases() -> Iterator[Case]:
         for name, (n, k) in SHAPES.items():
             copies = max(1, min(6, (256 << 20) // (2 * n * k)))
             weights[name] = [torch.randn(n, k, device="cuda").mul_(0.02).to(BF16) for _ in range(copies)]
+        inputs = {name: torch.randn(m, SHAPES[name][1], device="cuda").to(BF16) for name in SHAPES}
         for candidate in linear_candidates(m):
             for name, group in weights.items():
-                x = torch.randn(m, group[0].shape[1], device="cuda").to(BF16)
+                x = inputs[name]
 
                 def run(x: torch.Tensor = x, group: list[torch.Tensor] = group) -> None:
                     for w in group:
@@ -91,16 +92,19 @@ def linear_cases() -> Iterator[Case]:
                 yield f"linear/{name}/{len(group)}", upto, candidate, run, lambda x=x, w=group[0]: op.matmul(x, w)
     for upto, m in ((16, 16), (64, 64), (ANY, 4096)):
         small = m <= 64
+        inputs, weights = {}, {}
+        for name in ("o", "down"):
+            n, k = SHAPES[name]
+            w = torch.randn(n, k, device="cuda").mul_(0.02).to(BF16)
+            weights[name] = [w, *(w.clone() for _ in range(1 if m > 64 else 4))]
+            inputs[name] = torch.randn(m, k, device="cuda").to(BF16)
         for candidate in linear_candidates(m) if small else (
             {"BM": 128, "BN": 64, "BK": 64, "warps": 8, "stages": 4, "swap": 0, "group": 8, "split": 0},
             {"BM": 128, "BN": 64, "BK": 64, "warps": 4, "stages": 4, "swap": 0, "group": 8, "split": 0},
             {"BM": 128, "BN": 128, "BK": 64, "warps": 8, "stages": 4, "swap": 0, "group": 8, "split": 1},
         ):  # fmt: skip
             for name in ("o", "down"):
-                n, k = SHAPES[name]
-                w = torch.randn(n, k, device="cuda").mul_(0.02).to(BF16)
-                copies = [w, *(w.clone() for _ in range(1 if m > 64 else 4))]
-                x = torch.randn(m, k, device="cuda").to(BF16)
+                x, copies = inputs[name], weights[name]
 
                 def run(x: torch.Tensor = x, group: list[torch.Tensor] = copies) -> None:
                     for weight in group:
@@ -108,7 +112,7 @@ def linear_cases() -> Iterator[Case]:
 
                 yield (
                     f"linear_segments/{name}/{len(copies)}", upto, candidate, run,
-                    lambda x=x, w=w: op.matmul(x, w, segments=4),
+                    lambda x=x, w=copies[0]: op.matmul(x, w, segments=4),
                 )  # fmt: skip
 
 
@@ -117,7 +121,7 @@ def attention_cases() -> Iterator[Case]:
 
     q, k, v = (torch.randn(8192, heads, 128, device="cuda").to(BF16) for heads in (32, 8, 8))
     cu = torch.tensor([0, 8192], dtype=torch.int32, device="cuda")
-    for bm, warps, stages in ((128, 8, 2), (128, 8, 3), (64, 4, 2), (64, 4, 3), (128, 4, 2)):
+    for bm, warps, stages in ((128, 8, 2), (128, 8, 1), (64, 4, 2), (64, 4, 3), (256, 8, 1)):
         yield (
             "attention/8192/1", ANY, {"BM": bm, "warps": warps, "stages": stages},
             lambda: op.varlen_forward(q, k, v, cu), lambda: op.varlen_forward(q, k, v, cu)[0],
@@ -178,7 +182,7 @@ def elementwise_cases() -> Iterator[Case]:
         )  # fmt: skip
     q, head = torch.randn(8192, 32, 128, device="cuda").to(BF16), torch.randn(128, device="cuda").to(BF16)
     position, cache = torch.arange(8192, device="cuda"), torch.randn(8192, 128, device="cuda")
-    for block, warps in ((2048, 4), (1024, 4), (4096, 4), (1024, 2), (2048, 8), (512, 1)):
+    for block, warps in ((2048, 4), (2048, 2), (4096, 4), (4096, 2), (1024, 1), (4096, 8)):
         yield (
             "rope/128/1", ANY, {"block": block, "warps": warps},
             lambda: rope.norm_forward(q, head, 1e-6, position, cache),
@@ -186,9 +190,8 @@ def elementwise_cases() -> Iterator[Case]:
         )  # fmt: skip
     g = torch.randn(8192, 24576, device="cuda").to(BF16)
     for block, warps in ((1024, 4), (2048, 4), (4096, 8), (1024, 2), (4096, 4)):
-        yield (
-            "swiglu/12288/1", ANY, {"block": block, "warps": warps}, lambda: swiglu.forward(g), lambda: swiglu.forward(g)
-        )  # fmt: skip
+        row = {"block": block, "warps": warps}
+        yield "swiglu/12288/1", ANY, row, lambda: swiglu.forward(g), lambda: swiglu.forward(g)
 
 
 GROUPS = {

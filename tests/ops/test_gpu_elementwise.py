@@ -66,7 +66,8 @@ def test_rope_fused_with_norm_equals_both_after_each_other():
         x1, x2 = x[..., : dim // 2].float(), x[..., dim // 2 :].float()
         tally.equal(plain, torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1).to(BF16), "torch formula")
         a = source.randrange(t)
-        with triton_utils.override_launch("rope", {"block": 512, "warps": source.choice([1, 2, 8])}):
+        launch = {"block": source.choice([128, 512, 8192]), "warps": source.choice([1, 2, 8])}
+        with triton_utils.override_launch("rope", launch):
             tally.equal(both[a:], op.norm_forward(x[a:], w, 1e-6, position[a:], table), "slice and launch")
     tally.done()
 

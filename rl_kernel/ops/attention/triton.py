@@ -8,7 +8,7 @@ The contract of the GPU families cuts the keys of a sequence into blocks from ab
     P_j  = bf16(exp2(fma(s, c, -m_j)))
     l_j  = P_j @ 1,  o_j = P_j @ v    fresh accumulators, ascending keys
     m'   = max(m, m_j);  a = exp2(m - m');  b = exp2(m_j - m')
-    l    = l*a + l_j*b;  o = o*a + o_j*b          blocks ascending, products and sum rounded
+    l    = fma(l_j, b, l*a);  o = fma(o_j, b, o*a)      blocks ascending
 
 Blocks meet only in the last line, so a decode call may compute them in parallel over any number of programs and
 merge afterwards: the number of splits is a matter of speed and never of bits.
@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rl_kernel.contract import contract_for
+from rl_kernel.contract import KEY_BLOCK, attention_variant
 from rl_kernel.errors import ContractError
 from rl_kernel.ops.attention import triton_backward
 from rl_kernel.registry import Request
@@ -48,6 +48,8 @@ def supports(request: Request) -> str | None:
     """``None`` when this backend can serve ``request``, else the reason why not."""
     if request.family != "cpu" and request.dtype is not torch.bfloat16:
         return f"{request.op}: GPU families define bfloat16 attention only, not {request.dtype}"
+    if attention_variant(request.family) != "blocks":
+        return "the attention contract of this process is 'fa3' (RLK_SM90_ATTENTION)"
     return gpu_only(request.family, request.op)
 
 
@@ -78,7 +80,7 @@ def _merge(m, length, o, m_j, l_j, o_j):
     new = tl.maximum(m, m_j)
     a = tl.exp2(m - new)
     b = tl.exp2(m_j - new)
-    return new, length * a + l_j * b, o * a[:, None] + o_j * b[:, None]
+    return new, tl.fma(l_j, b, length * a), tl.fma(o_j, b[:, None], o * a[:, None])
 
 
 @triton.jit
@@ -253,7 +255,7 @@ def _combine(
 
 def key_block() -> int:
     """Keys of one block in this machine's family."""
-    return int(contract_for("gfx942" if is_hip() else "sm90").ops["attention"].parameters["key_block"])
+    return KEY_BLOCK["gfx942" if is_hip() else "sm90"]
 
 
 def _checked(q: torch.Tensor, k: torch.Tensor, scale: float | None) -> tuple[int, float]:

@@ -46,7 +46,7 @@ def leaf_of(z, ROWS: tl.constexpr):
 @triton.jit
 def _leaf_stats(
     logits_ptr, temperature_ptr, stats_ptr, target_ptr, z_target_ptr,
-    T, stride, columns, leaves_total, leaf_offset, leaf_stride, first_column,
+    plane, stride, columns, leaves_total, leaf_offset, leaf_stride, first_column,
     LEAVES: tl.constexpr, DIVIDE: tl.constexpr, TARGETS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -66,7 +66,6 @@ def _leaf_stats(
             tl.store(z_target_ptr + row, divide(picked, temperature))
     m, s, u = leaf_of(z, LEAVES)
     at = stats_ptr + row.to(tl.int64) * leaf_stride + leaf_offset + leaf
-    plane = T.to(tl.int64) * leaf_stride
     live = leaf < leaves_total
     tl.store(at, m, mask=live)
     tl.store(at + plane, s, mask=live)
@@ -96,7 +95,7 @@ def write_leaf_stats(
     with device_guard(logits):
         _leaf_stats[(rows, triton.cdiv(leaves, launch["leaves"]))](
             logits, temperature, stats, targets, z_target,
-            rows, logits.stride(0), columns, leaves, leaf_offset, stats.stride(1), first_column,
+            stats.stride(0), logits.stride(0), columns, leaves, leaf_offset, stats.stride(1), first_column,
             launch["leaves"], temperature is not None, targets is not None, **options(launch["warps"]),
         )  # fmt: skip
 
@@ -124,11 +123,10 @@ def target_logits(logits: torch.Tensor, temperature: torch.Tensor | None, target
 
 
 @triton.jit
-def _tree_nodes(stats_ptr, m_ptr, nodes_ptr, T, leaf_stride, begin, end, N: tl.constexpr):
+def _tree_nodes(stats_ptr, m_ptr, nodes_ptr, T, plane, leaf_stride, begin, end, N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     leaf = begin + tl.arange(0, N)
     live = leaf < end
-    plane = T.to(tl.int64) * leaf_stride
     at = stats_ptr + row * leaf_stride + leaf
     d = tl.load(at, mask=live, other=NEG_INF) - tl.load(m_ptr + row)
     s = tl.load(at + plane, mask=live, other=0.0)
@@ -152,8 +150,9 @@ def tree_nodes(stats: torch.Tensor, m: torch.Tensor, ranges: list[tuple[int, int
                 if end > begin:
                     n = next_power_of_2(end - begin)
                     _tree_nodes[(rows,)](
-                        stats, m, nodes[slot], rows, stats.stride(1), begin, end, n, **options(4 if n > 512 else 1)
-                    )
+                        stats, m, nodes[slot], rows, stats.stride(0), stats.stride(1), begin, end, n,
+                        **options(4 if n > 512 else 1),
+                    )  # fmt: skip
     return nodes
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from rl_kernel.registry import Request
-from rl_kernel.triton_utils import device_guard, divide, gpu_only, launch_row, options, tree_sum
+from rl_kernel.triton_utils import device_guard, divide, gpu_only, launch_row, next_power_of_2, options, tree_sum
 
 
 def supports(request: Request) -> str | None:
@@ -17,14 +17,14 @@ def supports(request: Request) -> str | None:
 
 @triton.jit
 def _rope(
-    x_ptr, position_ptr, cache_ptr, weight_ptr, y_ptr, rows, heads, token_stride, head_stride, eps,
+    x_ptr, position_ptr, cache_ptr, weight_ptr, y_ptr, heads, token_stride, head_stride, eps,
     HALF: tl.constexpr, ROWS: tl.constexpr, INVERSE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = row < rows
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    live = head < heads
     column = tl.arange(0, HALF)
-    token, head = row // heads, row % heads
-    at = (token.to(tl.int64) * token_stride + head * head_stride)[:, None] + column[None, :]
+    at = token * token_stride + (head * head_stride)[:, None] + column[None, :]
     x1 = tl.load(x_ptr + at, mask=live[:, None], other=0.0).to(tl.float32)
     x2 = tl.load(x_ptr + at + HALF, mask=live[:, None], other=0.0).to(tl.float32)
     if NORM:
@@ -35,15 +35,14 @@ def _rope(
         w2 = tl.load(weight_ptr + HALF + column).to(tl.float32)
         x1 = ((x1 * rstd[:, None]) * w1[None, :]).to(y_ptr.dtype.element_ty).to(tl.float32)
         x2 = ((x2 * rstd[:, None]) * w2[None, :]).to(y_ptr.dtype.element_ty).to(tl.float32)
-    position = tl.load(position_ptr + token, mask=live, other=0).to(tl.int64)
-    table = cache_ptr + (position * (2 * HALF))[:, None] + column[None, :]
-    cos = tl.load(table, mask=live[:, None], other=0.0)
-    sin = tl.load(table + HALF, mask=live[:, None], other=0.0)
+    table = cache_ptr + tl.load(position_ptr + token).to(tl.int64) * (2 * HALF) + column
+    cos = tl.load(table)[None, :]
+    sin = tl.load(table + HALF)[None, :]
     if INVERSE:
         sin = -sin
     y1 = x1 * cos - x2 * sin
     y2 = x2 * cos + x1 * sin
-    out = (row.to(tl.int64) * (2 * HALF))[:, None] + column[None, :]
+    out = ((token * heads + head) * (2 * HALF))[:, None] + column[None, :]
     tl.store(y_ptr + out, y1.to(y_ptr.dtype.element_ty), mask=live[:, None])
     tl.store(y_ptr + out + HALF, y2.to(y_ptr.dtype.element_ty), mask=live[:, None])
 
@@ -61,13 +60,12 @@ def _launch(
         x = x.contiguous()
     tokens, heads, dim = x.shape
     y = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
-    rows = tokens * heads
-    if rows:
-        launch = launch_row("rope", rows)
-        per = max(1, launch["block"] // dim)
+    if y.numel():
+        launch = launch_row("rope", heads)
+        per = min(next_power_of_2(heads), max(1, launch["block"] // dim))
         with device_guard(x):
-            _rope[(triton.cdiv(rows, per),)](
-                x, positions, cache, weight, y, rows, heads, x.stride(0), x.stride(1), eps,
+            _rope[(tokens, triton.cdiv(heads, per))](
+                x, positions, cache, weight, y, heads, x.stride(0), x.stride(1), eps,
                 dim // 2, per, inverse, weight is not None, **options(launch["warps"]),
             )  # fmt: skip
     return y
