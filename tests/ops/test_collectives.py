@@ -47,45 +47,52 @@ def test_native_equals_reference(ranks_, in_dtype, out_dtype):
         assert same(native.reduce_parts(parts, out_dtype), reference.reduce_parts(parts, out_dtype))
 
 
-def _all(group, shape):
-    """Everything at once on one rank: forward and gradient of each collective."""
-    size, rank = group.size(), group.rank()
+SHAPES = ((24, 7), (24, 5000), (0, 3))
+
+
+def _all(group):
+    """Everything at once on one rank: forward and gradient of each collective, for every shape."""
+    return [[t.detach().numpy() for t in _one(group, shape)] for shape in SHAPES]
+
+
+def _one(group, shape):
+    rank = group.rank()
     x = payload(rank, shape).requires_grad_()
     total = all_reduce(x, group, out_dtype=torch.bfloat16)
-    upstream = payload(50, shape, torch.bfloat16)
-    (grad_reduce,) = torch.autograd.grad(total, x, upstream)
+    (grad_reduce,) = torch.autograd.grad(total, x, payload(50, shape, torch.bfloat16))
     rows = reduce_scatter(x, group)
     (grad_scatter,) = torch.autograd.grad(rows, x, payload(60 + rank, tuple(rows.shape)))
     gathered = all_gather(x, group)
     (grad_gather,) = torch.autograd.grad(gathered, x, payload(70 + rank, tuple(gathered.shape)))
-    (grad_own,) = torch.autograd.grad(
-        all_gather(x, group, reduce_grad=False), x, payload(80, (size * shape[0], *shape[1:]))
-    )
+    own = all_gather(x, group, reduce_grad=False)
+    (grad_own,) = torch.autograd.grad(own, x, payload(80, tuple(own.shape)))
     copied = copy_to_group(x, group)
     (grad_copy,) = torch.autograd.grad(copied, x, payload(90 + rank, shape))
-    return [
-        t.detach() for t in (total, grad_reduce, rows, grad_scatter, gathered, grad_gather, grad_own, copied, grad_copy)
-    ]
+    return total.float(), grad_reduce, rows, grad_scatter, gathered, grad_gather, grad_own, copied, grad_copy
 
 
-@pytest.mark.parametrize("shape", ((24, 7), (24, 5000), (0, 3)))
 @pytest.mark.parametrize("size", SIZES)
-def test_real_processes(ranks, size, shape):
+def test_real_processes(ranks, size):
+    for rank, results in enumerate(ranks.run(size, _all)):
+        for shape, result in zip(SHAPES, results, strict=True):
+            _check_one(size, rank, shape, map(torch.from_numpy, result))
+
+
+def _check_one(size, rank, shape, result):
     def tree(base: int, shape_: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return reference.reduce_parts(torch.stack([payload(base + r, shape_) for r in range(size)]), dtype)
 
     n, full = shape[0] // size, (size * shape[0], *shape[1:])
-    for rank, result in enumerate(ranks.run(size, _all, shape)):
-        total, grad_reduce, rows, grad_scatter, gathered, grad_gather, grad_own, copied, grad_copy = result
-        assert same(total, tree(0, shape, torch.bfloat16))
-        assert same(grad_reduce, payload(50, shape, torch.bfloat16).float())
-        assert same(rows, tree(0, shape)[rank * n : rank * n + n])
-        assert same(grad_scatter, torch.cat([payload(60 + r, (n, *shape[1:])) for r in range(size)]))
-        assert same(gathered, torch.cat([payload(r, shape) for r in range(size)]))
-        assert same(grad_gather, tree(70, full)[rank * shape[0] : (rank + 1) * shape[0]])
-        assert same(grad_own, payload(80, full)[rank * shape[0] : (rank + 1) * shape[0]])
-        assert same(copied, payload(rank, shape))
-        assert same(grad_copy, tree(90, shape))
+    total, grad_reduce, rows, grad_scatter, gathered, grad_gather, grad_own, copied, grad_copy = result
+    assert same(total, tree(0, shape, torch.bfloat16).float())
+    assert same(grad_reduce, payload(50, shape, torch.bfloat16).float())
+    assert same(rows, tree(0, shape)[rank * n : rank * n + n])
+    assert same(grad_scatter, torch.cat([payload(60 + r, (n, *shape[1:])) for r in range(size)]))
+    assert same(gathered, torch.cat([payload(r, shape) for r in range(size)]))
+    assert same(grad_gather, tree(70, full)[rank * shape[0] : (rank + 1) * shape[0]])
+    assert same(grad_own, payload(80, full)[rank * shape[0] : (rank + 1) * shape[0]])
+    assert same(copied, payload(rank, shape))
+    assert same(grad_copy, tree(90, shape))
 
 
 def test_order_matters():

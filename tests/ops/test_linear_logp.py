@@ -78,6 +78,7 @@ GRID = (  # rows, hidden, real vocabulary, dtype
     (1820, 32, 1000, torch.bfloat16),
     (6827, 32, 1000, torch.float32),
     (6827, 16, 1024, torch.bfloat16),
+    (9, 16, 151936, torch.bfloat16),  # the vocabulary of Qwen3, not a multiple of 128 * 8
 )
 
 
@@ -85,7 +86,7 @@ def cases():
     for i, (rows, hidden, real, dtype) in enumerate(GRID):
         vocab = padded_vocab_size(real, 8)
         per_row = torch.linspace(0.5, 1.5, rows)
-        for temperature in TEMPERATURES if rows < 1000 else (TEMPERATURES[i % 3], per_row):
+        for temperature in TEMPERATURES if rows in (7, 796) else (TEMPERATURES[i % 3], per_row):
             yield make(rows, hidden, vocab, dtype, seed=i, real=real), real, temperature
 
 
@@ -217,6 +218,11 @@ def test_rows_threads_and_runs_do_not_matter():
             assert all(same_bits(a, b) for a, b in zip(run(h, w, targets, temperature=0.7), first, strict=True))
     finally:
         torch.set_num_threads(threads)
+    if torch.set_flush_denormal(True):  # another library may have switched subnormals off
+        try:
+            assert all(same_bits(a, b) for a, b in zip(run(h, w, targets, temperature=0.7), first, strict=True))
+        finally:
+            torch.set_flush_denormal(False)
     for rows in (torch.tensor([6]), torch.arange(499, -1, -1), torch.arange(13, 200, 3)):
         some = linear_logp(h[rows], w, targets[rows], temperature=0.7)
         assert all(same_bits(a, b[rows]) for a, b in zip(some, first[:3], strict=True))
@@ -225,7 +231,7 @@ def test_rows_threads_and_runs_do_not_matter():
 def test_chunks_of_tokens_do_not_matter(monkeypatch):
     h, w, targets = make(500, 40, 1000, torch.float32)
     whole = run(h, w, targets)
-    monkeypatch.setattr(op, "_STATS_BYTES", 0)
+    monkeypatch.setattr(op, "_FORWARD_BYTES", 0)
     assert all(same_bits(a, b) for a, b in zip(run(h, w, targets), whole, strict=True))
 
 
@@ -294,7 +300,9 @@ def test_other_arithmetic_differs():
     assert count_different(ours[3], run(h, w, targets, temperature=0.7, segments=8)[3]) > 100
     assert same_bits(ours[4], run(h, w, targets, temperature=0.7, segments=8)[4])
     with set_mode("native"):
-        assert count_different(ours[0], run(h, w, targets, temperature=0.7)[0]) > 100
+        stock = run(h, w, targets, temperature=0.7)
+    assert count_different(ours[0], stock[0]) > 100
+    assert all(torch.allclose(a, b, atol=1e-3, rtol=1e-3) for a, b in zip(ours, stock, strict=True))
 
 
 def test_leaves_of_another_size_differ(monkeypatch):

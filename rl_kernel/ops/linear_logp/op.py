@@ -16,13 +16,14 @@ from rl_kernel.ops.logp.op import LinearLogpOutput
 from rl_kernel.ops.logp.vocab_tree import VocabLayout
 from rl_kernel.registry import resolve
 
-# Leaf statistics are 12 bytes a token and leaf, 2.3 % of the logits: tokens are taken in chunks below this.
-_STATS_BYTES = 64 << 20
+# Forward workspace of a token: 12 bytes a leaf (2.3 % of its logits) and an fp32 copy of its hidden state. Tokens are
+# taken in chunks below this.
+_FORWARD_BYTES = 64 << 20
 
 
-def _chunk_rows(layout: VocabLayout) -> int:
+def _chunk_rows(layout: VocabLayout, hidden: int) -> int:
     """Tokens of one chunk, the same on every rank."""
-    return max(64, _STATS_BYTES // (12 * max(1, layout.max_leaves())))
+    return max(64, _FORWARD_BYTES // (12 * layout.max_leaves() + 4 * hidden))
 
 
 def _row_backend(backend: str) -> str:
@@ -51,7 +52,7 @@ def _linear_logp_rows(
     rows = shards.active_rows(targets, ignore_index)
     if rows is not None:
         hidden, targets, temperature = (x.index_select(0, rows) for x in (hidden, targets, temperature))
-    columns, step = layout.columns(rank), _chunk_rows(layout)
+    columns, step = layout.columns(rank), _chunk_rows(layout, hidden.shape[1])
     maxima, outputs = [], []
     for first in range(0, targets.shape[0], step):
         part = slice(first, first + step)
@@ -186,8 +187,9 @@ def linear_logp(
     borders of their shards, the padding, the other rows or the number of threads. The gradient of ``hidden_states``
     has the same bits for every number of ranks that divides ``grad_segments``; that of the weight for every number of
     ranks.
-    Memory: no [T, V] tensor forward or backward; beyond copies of the size of ``hidden_states`` (forward one, backward
-    2 to 6, fp32) and 256 rows of the weight, at most 64 MiB of leaf statistics or dlogits.
+    Memory: no [T, V] tensor forward or backward. Workspace on the CPU: 64 MiB forward; backward 64 MiB of dlogits,
+    256 rows of the weight and 3 to 6 fp32 tensors of the size of ``hidden_states`` (two orders of it, and one for each
+    pending level of the segment tree).
 
     Raises:
         ContractError: an argument is out of range, or the ranks disagree.
