@@ -53,31 +53,12 @@ RLK_INLINE void narrow(const float* from, int64_t n, T* to) {
   for (; i < n; ++i) to[i] = from_float<T>(from[i]);
 }
 
-// Four dot16 of x with rows a, b, c, d of `width` values (a multiple of 16).
-RLK_INLINE __m128 dots4(const float* x, const float* a, const float* b, const float* c, const float* d, int64_t width) {
-  V8 lo[4], hi[4];
-  for (int i = 0; i < 4; ++i) lo[i] = hi[i] = zero8();
-  for (int64_t k = 0; k < width; k += 16) {
-    const V8 x0 = load8(x + k), x1 = load8(x + k + 8);
-    lo[0] = fma(x0, load8(a + k), lo[0]), hi[0] = fma(x1, load8(a + k + 8), hi[0]);
-    lo[1] = fma(x0, load8(b + k), lo[1]), hi[1] = fma(x1, load8(b + k + 8), hi[1]);
-    lo[2] = fma(x0, load8(c + k), lo[2]), hi[2] = fma(x1, load8(c + k + 8), hi[2]);
-    lo[3] = fma(x0, load8(d + k), lo[3]), hi[3] = fma(x1, load8(d + k + 8), hi[3]);
-  }
-  // tree16 of four at once: pairs, fours, eights (lo and hi side by side), then lo + hi.
-  __m256 ab = _mm256_hadd_ps(_mm256_hadd_ps(lo[0].v, hi[0].v), _mm256_hadd_ps(lo[1].v, hi[1].v));
-  __m256 cd = _mm256_hadd_ps(_mm256_hadd_ps(lo[2].v, hi[2].v), _mm256_hadd_ps(lo[3].v, hi[3].v));
-  __m128 ab8 = _mm_add_ps(_mm256_castps256_ps128(ab), _mm256_extractf128_ps(ab, 1));
-  __m128 cd8 = _mm_add_ps(_mm256_castps256_ps128(cd), _mm256_extractf128_ps(cd, 1));
-  return _mm_hadd_ps(ab8, cd8);
-}
-
 // to[j] = dot16(x, rows[j]) for j < n; up to three values more are written.
 RLK_INLINE void dots(const float* x, const float* const* rows, int64_t n, int64_t width, float* to) {
   for (int64_t j = 0; j < n; j += 4) {
     const float* r[4];
     for (int64_t i = 0; i < 4; ++i) r[i] = rows[std::min(j + i, n - 1)];
-    _mm_storeu_ps(to + j, dots4(x, r[0], r[1], r[2], r[3], width));
+    _mm_storeu_ps(to + j, dots4(x, r, width));
   }
 }
 

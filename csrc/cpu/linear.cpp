@@ -36,7 +36,7 @@ void pack_rows(const T* w, int64_t k, int64_t segments, int64_t n0, int columns,
     if (columns == kTileN) {
       for (; k0 + 16 <= length; k0 += 16) {
         for (int half = 0; half < 4; ++half) {
-          const int kk = (half & 1) * 8, nn = (half >> 1) * 8;
+          const int kk = (half >> 1) * 8, nn = (half & 1) * 8;  // both halves of a cache line in turn
           V8 r[8];
           for (int i = 0; i < 8; ++i) r[i] = load8(base + (nn + i) * k + k0 + kk);
           transpose8(r);
@@ -51,16 +51,27 @@ void pack_rows(const T* w, int64_t k, int64_t segments, int64_t n0, int columns,
   }
 }
 
-// Few rows of x: no packing, dots along W's own rows. The same bits as the tile: dot16 in each segment, tree over both.
+// Few rows of x: no packing, dots along W's own rows, four at a time. The same bits as the tile: dot16 in each segment,
+// tree over the segments.
 template <class X, class T, class Out>
 void few_rows(const X* x, const T* w, int64_t m, int64_t n, int64_t k, int64_t segments, Out* y) {
   const int64_t length = k / segments;
-  parallel_for(n, 4.0 * double(k) * double(m) / 8.0, [=](int64_t begin, int64_t end) {
-    float part[8];
-    for (int64_t j = begin; j < end; ++j) {
+  parallel_for((n + 3) / 4, double(k) * double(m), [=](int64_t begin, int64_t end) {
+    for (int64_t j = begin * 4; j < std::min(n, end * 4); j += 4) {
+      const int64_t count = std::min<int64_t>(4, n - j);
       for (int64_t i = 0; i < m; ++i) {
-        for (int64_t s = 0; s < segments; ++s) part[s] = dot16(x + i * k + s * length, w + j * k + s * length, length);
-        y[i * n + j] = from_float<Out>(tree(part, segments));
+        __m128 part[8];
+        for (int64_t s = 0; s < segments; ++s) {
+          const T* rows[4];
+          for (int64_t r = 0; r < 4; ++r) rows[r] = w + (j + std::min(r, count - 1)) * k + s * length;
+          part[s] = dots4(x + i * k + s * length, rows, length);
+        }
+        for (int64_t width = segments; width > 1; width /= 2) {
+          for (int64_t s = 0; s < width / 2; ++s) part[s] = _mm_add_ps(part[2 * s], part[2 * s + 1]);
+        }
+        float out[4];
+        _mm_storeu_ps(out, part[0]);
+        for (int64_t r = 0; r < count; ++r) y[i * n + j + r] = from_float<Out>(out[r]);
       }
     }
   });
@@ -81,7 +92,7 @@ Tensor linear_forward(const Tensor& x_, const Tensor& weight_, int64_t segments,
     dispatch(y.scalar_type(), "linear output", [&](auto ot) {
       using Out = decltype(ot);
       const W* w = data<W>(weight);
-      if (m <= 3) {
+      if (m <= (sizeof(W) == 4 ? 8 : 6)) {  // speed only: both paths give the same bits
         dispatch(x.scalar_type(), "linear x", [&](auto xt) {
           using X = decltype(xt);
           few_rows(data<X>(x), w, m, n, k, segments, data<Out>(y));

@@ -178,6 +178,37 @@ RLK_INLINE float dot16(const A* a, const B* b, int64_t n) {
   return tree16(lo, hi);
 }
 
+// Four dot16 of x, one with each of rows[0 .. 3].
+template <class A, class B>
+RLK_INLINE __m128 dots4(const A* x, const B* const* rows, int64_t n) {
+  V8 lo[4], hi[4];
+  for (int i = 0; i < 4; ++i) lo[i] = hi[i] = zero8();
+  int64_t k = 0;
+  for (; k + 16 <= n; k += 16) {
+    const V8 x0 = load8(x + k), x1 = load8(x + k + 8);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      lo[i] = fma(x0, load8(rows[i] + k), lo[i]);
+      hi[i] = fma(x1, load8(rows[i] + k + 8), hi[i]);
+    }
+  }
+  if (k < n) {
+    const int r = int(n - k), r0 = r < 8 ? r : 8, r1 = r - r0;
+    const V8 x0 = load8(x + k, r0), x1 = load8(x + k + r0, r1);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      lo[i] = fma(x0, load8(rows[i] + k, r0), lo[i]);
+      hi[i] = fma(x1, load8(rows[i] + k + r0, r1), hi[i]);
+    }
+  }
+  // tree16 of four at once: pairs, fours, eights (lo and hi side by side), then lo + hi.
+  __m256 ab = _mm256_hadd_ps(_mm256_hadd_ps(lo[0].v, hi[0].v), _mm256_hadd_ps(lo[1].v, hi[1].v));
+  __m256 cd = _mm256_hadd_ps(_mm256_hadd_ps(lo[2].v, hi[2].v), _mm256_hadd_ps(lo[3].v, hi[3].v));
+  __m128 ab8 = _mm_add_ps(_mm256_castps256_ps128(ab), _mm256_extractf128_ps(ab, 1));
+  __m128 cd8 = _mm_add_ps(_mm256_castps256_ps128(cd), _mm256_extractf128_ps(cd, 1));
+  return _mm_hadd_ps(ab8, cd8);
+}
+
 // ---- exp and log ----------------------------------------------------------------------------------------------------
 // The same sequence of operations for one value and for eight.
 RLK_INLINE uint32_t as_int(float x) { return bits_of(x); }

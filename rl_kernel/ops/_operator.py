@@ -46,13 +46,15 @@ class Operator:
             self.function = type(f"{name}_function", (torch.autograd.Function,), members)
 
     def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling():  # first: a compiler that traces this method must see nothing else
+            return self.registered(*args)
         grad = False
         for arg in args:
             if isinstance(arg, torch.Tensor):
                 if type(arg).__torch_dispatch__ is not _PLAIN:
                     return self.registered(*args)
                 grad = grad or arg.requires_grad
-        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        if _get_current_dispatch_mode() is not None:
             return self.registered(*args)
         if grad and self.function is not None and torch.is_grad_enabled():
             return self.function.apply(*args)

@@ -217,3 +217,22 @@ def test_modes():
 def test_errors(call, message):
     with pytest.raises(ContractError, match=message):
         call(normal(4, 32), normal(12, 32))
+
+
+def test_compiled_graph_calls_the_same_operators():
+    """torch.compile sees registered operators (no graph break) and returns the eager bits, gradients included."""
+    cache, cu = rl_kernel.build_cos_sin_cache(64, 16, 1e4), torch.tensor([0, 4, 10], dtype=torch.int32)
+    positions = torch.arange(10)
+
+    def block(x, w, n):
+        h, total = rl_kernel.rms_norm(x, n, 1e-6, x)
+        q = rl_kernel.rope(rl_kernel.linear(h, w, segments=2).view(-1, 4, 16), positions, cache)
+        return rl_kernel.swiglu(rl_kernel.attention_varlen(q, q, q, cu).flatten(1)) + total[:, :32]
+
+    leaves = [normal(10, 64).requires_grad_(), normal(64, 64, seed=1).requires_grad_(), normal(64).requires_grad_()]
+
+    def run(function):
+        out = function(*leaves)
+        return out.detach(), *torch.autograd.grad(out.sum(), leaves)
+
+    assert_same(run(torch.compile(block, fullgraph=True, backend="aot_eager")), run(block))
