@@ -113,6 +113,27 @@ def check_sampling(mode: str, *, temperature: float, top_p: float, top_k: int) -
             )
 
 
+def share_cores(busy_seconds: float = 0.002) -> None:
+    """Let idle CPU workers sleep (idempotent).
+
+    A waiting vLLM worker polls shared memory for a second before it sleeps. Here trainer and engines share the cores of
+    one machine, so that second is taken from the trainer.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    condition = getattr(shm_broadcast, "SpinCondition", None)
+    if condition is None or hasattr(condition, "rl_kernel_busy_seconds"):
+        return
+    stock_init = condition.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock_init(self, *args, **kwargs)
+        self.busy_loop_s = min(self.busy_loop_s, busy_seconds)
+
+    condition.__init__ = init
+    condition.rl_kernel_busy_seconds = busy_seconds
+
+
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
     saved = {name: os.environ.get(name) for name in values}
@@ -153,6 +174,7 @@ class VllmEngine:
         self.bitwise = self.mode in BITWISE_MODES
         self.active = self.mode != "native"
         self.model, self.rollout = model, rollout
+        self.hf_config = hf_config(model)
         self.virtual_tp = consistency.virtual_tp or rollout.tensor_parallel_size
         check_sampling(self.mode, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
         if self.active and self.virtual_tp % rollout.tensor_parallel_size:
@@ -161,13 +183,13 @@ class VllmEngine:
                 where="consistency.virtual_tp",
                 fix="Use the larger tensor-parallel size of rollout and training, or leave it null.",
             )
+        self._check_cache()
         self.weight_version = -1
         self.weight_hash: str | None = None
         self._usable = False  # whether the weights are the ones of weight_version, all of them
         self._broken: str | None = None
         self._generated = {"tokens": 0, "seconds": 0.0}
         self._llm: Any = None
-        self.hf_config = hf_config(model)
         directory = tempfile.mkdtemp(prefix="rl-kernel-vllm-")
         try:
             (Path(directory) / "config.json").write_text(json.dumps(self.hf_config), encoding="utf-8")
@@ -177,6 +199,21 @@ class VllmEngine:
             raise
         finally:
             shutil.rmtree(directory, ignore_errors=True)  # vLLM reads it while it starts
+
+    def _check_cache(self) -> None:
+        """The cache must hold one sequence of full length, or vLLM cannot make progress."""
+        config, rollout = self.hf_config, self.rollout
+        heads = max(1, config["num_key_value_heads"] // rollout.tensor_parallel_size)
+        dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        size = 4 if self.model.dtype == "float32" else 2
+        block = config["num_hidden_layers"] * 2 * rollout.block_size * heads * dim * size
+        need = (math.ceil(rollout.context_len / rollout.block_size) + 1) * block  # vLLM keeps one block empty
+        if 0 < rollout.kv_cache_bytes < need:
+            raise ConfigError(
+                f"{rollout.kv_cache_bytes} bytes do not hold one sequence of {rollout.context_len} tokens",
+                where="rollout.kv_cache_bytes",
+                fix=f"Use at least {need}, or a smaller rollout.max_model_len.",
+            )
 
     def _start(self, directory: str, seed: int) -> None:
         model, rollout = self.model, self.rollout
@@ -224,7 +261,10 @@ class VllmEngine:
             options["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
         else:
             options["gpu_memory_utilization"] = rollout.gpu_memory_utilization
-        threads = {"OMP_NUM_THREADS": str(rollout.num_threads)} if current_platform.is_cpu() else {}
+        threads = {}
+        if current_platform.is_cpu():
+            share_cores()
+            threads = {"OMP_NUM_THREADS": str(rollout.num_threads)}
         if threads and rollout.tensor_parallel_size == 1:
             torch.set_num_threads(rollout.num_threads)
         try:

@@ -17,7 +17,10 @@ import torch
 from recipes.engines import vllm as plugin
 from recipes.engines.vllm_layers import audit_model, require
 
-plugin.register()  # a worker process imports this module before it builds the model
+# A worker process imports this module before it builds the model.
+plugin.register()
+if require("vllm.platforms", "current_platform", "is_cpu").is_cpu():
+    plugin.share_cores()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from recipes.config import ConsistencyConfig, ModelConfig, RolloutConfig
 from recipes.engines.types import IGNORE_INDEX, PackedBatch, Sample, SamplingParams
-from recipes.engines.vllm import VllmEngine
+from recipes.engines.vllm import VllmEngine, hf_config
 from recipes.engines.vllm_attention import split_cache
 from recipes.engines.vllm_layers import Settings, _read_settings, require
 from recipes.engines.vllm_sampler import draw, uniform
@@ -99,11 +100,21 @@ def test_missing_extension_points_are_named() -> None:
         ({"top_k": 20}, {"mode": "audit"}, r"rollout.top_k: 20 truncates"),
         ({"temperature": 0.0}, {"mode": "native"}, r"rollout.temperature: 0.0 must be"),
         ({"tensor_parallel_size": 2}, {"mode": "strict", "virtual_tp": 1}, r"consistency.virtual_tp: 1 is not"),
+        ({"kv_cache_bytes": 49152}, {"mode": "strict"}, r"kv_cache_bytes: 49152 bytes do not hold .* at least 65536"),
     ],
 )
-def test_refused_before_start(rollout: dict, consistency: dict, message: str) -> None:
+def test_refused_before_start(rollout: dict, consistency: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VllmEngine, "_start", lambda *args: pytest.fail("the engine was started"))
     with pytest.raises(ConfigError, match=message):
         VllmEngine(ModelConfig(), RolloutConfig(**rollout), ConsistencyConfig(**consistency))
+
+
+def test_a_model_path_without_config_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match="model.path: .* has no readable config.json"):
+        hf_config(ModelConfig(path=str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"vocab_size": 7}')
+    assert hf_config(ModelConfig(path=str(tmp_path))) == {"vocab_size": 7}
 
 
 @pytest.mark.parametrize(
