@@ -57,7 +57,7 @@ def _own_log(path: str) -> None:
 def _plain(info: dict[str, Any]) -> dict[str, Any]:
     """``info`` as JSON types (a backend's own types would make the driver import it), with facts of this process."""
     facts = {"pid": os.getpid(), "fallback_count": fallback_count()}
-    return json.loads(json.dumps({**info, **facts}, default=str))
+    return json.loads(json.dumps({**facts, **info}, default=str))  # an engine with worker processes knows better
 
 
 class RolloutActor:
@@ -65,7 +65,11 @@ class RolloutActor:
 
     def __init__(self, engine: str, config: RunConfig, log: str) -> None:
         _own_log(log)
-        self.engine = load(engine)(config.model, config.rollout, config.consistency, seed=config.trainer.seed)
+        self._build = lambda: load(engine)(config.model, config.rollout, config.consistency, seed=config.trainer.seed)
+
+    def start(self) -> None:
+        """Build the engine. Not in the constructor: an error raised there loses its type on the way to the driver."""
+        self.engine = self._build()
 
     def info(self) -> dict[str, Any]:
         """What the engine says about itself, plus the process id."""
@@ -95,23 +99,25 @@ class TrainActor:
         self.config = config
         self.rank = rank
         self.speaks = rank % config.train.tensor_parallel_size == 0  # other tensor-parallel ranks hold the same results
+        self._place = {
+            "rank": rank,
+            "world_size": config.train.world_size,
+            "master_addr": address,
+            "master_port": port,
+            "seed": config.trainer.seed,
+        }
+        self._engine = engine
+        self.engines: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """Build the engines of this rank."""
+        config = self.config
         roles = ["policy"]
         roles += ["reference"] if config.algorithm.kl_coef > 0 else []
         roles += ["critic"] if config.algorithm.name == "ppo" else []
-        self.engines = {
-            role: load(engine)(
-                config.model,
-                config.train,
-                config.consistency,
-                role=role,
-                rank=rank,
-                world_size=config.train.world_size,
-                master_addr=address,
-                master_port=port,
-                seed=config.trainer.seed,
-            )
-            for role in roles
-        }
+        for role in roles:
+            build = load(self._engine)
+            self.engines[role] = build(config.model, config.train, config.consistency, role=role, **self._place)
 
     def info(self) -> dict[str, Any]:
         """What the policy engine says about itself, plus the process id."""
@@ -212,6 +218,7 @@ class Cluster:
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(
+            address="local",  # not the cluster that RAY_ADDRESS may name
             num_cpus=config.orchestrator.num_cpus,
             num_gpus=0,
             include_dashboard=False,
@@ -230,7 +237,9 @@ class Cluster:
         for index in range(config.rollout.num_engines):
             devices = list(range(index * tp, (index + 1) * tp))
             self.rollout.append(self._spawn(RolloutActor, f"rollout-{index}", devices, self._engines[0], config))
-        self.infos = self.describe(self.config.orchestrator.start_timeout_s)
+        actors = [*self.train, *self.rollout]
+        self._gather([(a, "start", ()) for a in actors], self.config.orchestrator.start_timeout_s)
+        self.infos = self.describe()
 
     def _spawn(self, cls: type, name: str, devices: list[int], *args: Any) -> Any:
         import ray
@@ -341,7 +350,8 @@ class Cluster:
     def kernel(self) -> dict[str, Any]:
         """``kernel/*`` of the step row: backends in use on both sides, fallbacks, contract. Asked for once."""
         if self._kernel is None:
-            infos = self._gather([(a, "info", ()) for a in (self.train[0], self.rollout[0])])
+            train, rollout = self.describe()
+            infos = [*train, *rollout]
             used = {b for info in infos for b in (info.get("backends") or {}).values()}
             self._kernel = {
                 "kernel/backend": ",".join(sorted(used)) or "stock",

@@ -374,6 +374,12 @@ def _check_model(config: RunConfig) -> None:
             f"exceed {where}={limit}",
             f"Lower one of them by {needed - limit}, or raise {where}.",
         )
+    if rollout.max_num_batched_tokens < rollout.max_num_seqs:
+        raise _error(
+            "rollout.max_num_batched_tokens",
+            f"{rollout.max_num_batched_tokens} is less than rollout.max_num_seqs={rollout.max_num_seqs}",
+            "Raise it, or lower rollout.max_num_seqs.",
+        )
     if rollout.context_len > model.max_position_embeddings:
         raise _error(
             "rollout.max_model_len",

@@ -114,6 +114,7 @@ BAD = [
     ("consistency.virtual_tp=3", "consistency.virtual_tp", "1, 2, 4 or 8"),
     ("consistency.virtual_tp=8", "consistency.virtual_tp", "does not divide"),
     ("rollout.max_response_len=600", "rollout.max_response_len", "model.max_position_embeddings=512"),
+    ("rollout.max_num_batched_tokens=40", "rollout.max_num_batched_tokens", "max_num_seqs=128"),
     ("rollout.max_model_len=20", "rollout.max_response_len", "rollout.max_model_len=20"),
     ("rollout.max_model_len=4096", "rollout.max_model_len", "max_position_embeddings"),
     ("orchestrator=vime", "orchestrator", "orchestrator=local"),

@@ -45,8 +45,13 @@ def run(folder: Path, *overrides: str, steps: int = 3) -> list[dict]:
         ("model.dtype=float32", "rollout.temperature=0.7"),
         ("train.tensor_parallel_size=2", "rollout.temperature=1.3"),
         ("rollout.tensor_parallel_size=2",),
-        # A cache of 9 blocks and 40 tokens a pass: requests are chunked, queue up and are preempted.
-        ("rollout.num_engines=2", "rollout.kv_cache_bytes=600000", "rollout.max_num_batched_tokens=40"),
+        # 40 tokens a pass and a small cache: requests are chunked, wait, and are preempted.
+        (
+            "rollout.num_engines=2",
+            "rollout.kv_cache_bytes=200000",
+            "rollout.max_num_batched_tokens=40",
+            "rollout.max_num_seqs=8",
+        ),
         ("train.data_parallel_size=2", "algorithm.num_minibatches=2", "algorithm.kl_coef=0.01"),
         ("algorithm=ppo", "algorithm.ppo_epochs=2"),
     ],

@@ -39,7 +39,9 @@ class InlineCluster(Cluster):
 
 
 def _actor(cls, *args):
-    return cls(*args, "")
+    actor = cls(*args, "")
+    actor.start()
+    return actor
 
 
 def make(tmp_path, overrides=None, task=None) -> Run:

@@ -44,16 +44,21 @@ class Driver:
                 continue
         return found
 
-    def wait_for_rows(self, count: int, timeout: float = 90.0) -> None:
+    def wait_for_rows(self, count: int, timeout: float = 300.0) -> None:
         """Until metrics.jsonl has ``count`` lines."""
         path, deadline = self.folder / "metrics.jsonl", time.monotonic() + timeout
         while not path.exists() or path.read_text().count("\n") < count:
             assert time.monotonic() < deadline and self.process.poll() is None, "the driver made no progress"
             time.sleep(0.1)
 
-    def finish(self, timeout: float = 90.0) -> tuple[int, str]:
+    def finish(self, timeout: float = 300.0) -> tuple[int, str]:
         """Exit code and standard error; afterwards no process may be left."""
-        _, text = self.process.communicate(timeout=timeout)
+        try:
+            _, text = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            for process in self.members():
+                process.kill()
+            raise
         deadline = time.monotonic() + 20
         while self.members() and time.monotonic() < deadline:
             time.sleep(0.2)
