@@ -119,10 +119,12 @@ inline void any_tile(int rows, const float* a, int64_t stride_m, int64_t stride_
   }
 }
 
-// C [M, N] = A B with pack(n0, columns, panel) writing the panel of columns n0.. in the order of traversal.
+// C [M, N] = A B with pack(n0, columns, panel) writing the panel of columns n0.. in the order of traversal. Tile i of A
+// (kTileM rows) starts at a + i * stride_tile, by default at its rows' own place in a plain matrix.
 template <class Out, class Pack>
 void gemm(const float* a, int64_t stride_m, int64_t stride_r, int64_t m, int64_t n, const Order& order, Out* c,
-          const Pack& pack) {
+          const Pack& pack, int64_t stride_tile = 0) {
+  if (stride_tile == 0) stride_tile = kTileM * stride_m;
   if (m == 0 || n == 0) return;
   const int64_t panels = (n + kTileN - 1) / kTileN;
   const int64_t chunk = 192;  // rows of A that stay in the cache while a panel is used; a multiple of kTileM
@@ -139,7 +141,7 @@ void gemm(const float* a, int64_t stride_m, int64_t stride_r, int64_t m, int64_t
       packed = n0;
       for (int64_t m0 = first; m0 < last; m0 += kTileM) {
         const int rows = int(std::min<int64_t>(kTileM, last - m0));
-        any_tile(rows, a + m0 * stride_m, stride_m, stride_r, panel.data(), order, out);
+        any_tile(rows, a + m0 / kTileM * stride_tile, stride_m, stride_r, panel.data(), order, out);
         for (int i = 0; i < rows; ++i) {
           Out* to = c + (m0 + i) * n + n0;
           if (columns == kTileN) {

@@ -124,18 +124,18 @@ void pack_columns(const T* b, int64_t n, const Order& order, int64_t n0, int col
 }
 
 
-void gemm_columns(const Tensor& a, int64_t stride_m, int64_t stride_r, int64_t m, const Tensor& b, const Order& order,
-                  const Tensor& out) {
+void gemm_columns(const float* a, int64_t stride_m, int64_t stride_r, int64_t stride_tile, int64_t m, const Tensor& b,
+                  const Order& order, const Tensor& out) {
   const int64_t n = b.size(1);
-  Tensor keep;
-  const float* pa = as_fp32(a, &keep);
   dispatch(b.scalar_type(), "linear", [&](auto bt) {
     using B = decltype(bt);
     dispatch(out.scalar_type(), "linear gradient", [&](auto ot) {
       using Out = decltype(ot);
       const B* pb = data<B>(b);
-      gemm(pa, stride_m, stride_r, m, n, order, data<Out>(out),
-           [&order, pb, n](int64_t n0, int columns, float* panel) { pack_columns(pb, n, order, n0, columns, panel); });
+      gemm(
+          a, stride_m, stride_r, m, n, order, data<Out>(out),
+          [&order, pb, n](int64_t n0, int columns, float* panel) { pack_columns(pb, n, order, n0, columns, panel); },
+          stride_tile);
     });
   });
 }
@@ -151,8 +151,38 @@ Tensor linear_dgrad(const Tensor& dy_, const Tensor& weight_, int64_t segments, 
                   "linear: grad_segments=", segments, " must be 1, 2, 4 or 8, and times parts=", parts,
                   " divide N=", n);
   Tensor dx = torch::stable::new_empty(dy, {m, k}, output_type(out_dtype, dy));
-  gemm_columns(dy, n, 1, m, weight, ascending_order(n, segments, parts), dx);
+  Tensor keep;
+  gemm_columns(as_fp32(dy, &keep), n, 1, 0, m, weight, ascending_order(n, segments, parts), dx);
   return dx;
+}
+
+// dy [T, N] as [tile][T][kTileM] fp32: a tile of the transposed matrix is then read from one place to the next.
+Tensor pack_tiles(const Tensor& dy) {
+  const int64_t t = dy.size(0), n = dy.size(1), tiles = (n + kTileM - 1) / kTileM;
+  Tensor out = torch::stable::new_empty(dy, {tiles * t * kTileM}, ScalarType::Float);
+  float* to = data<float>(out);
+  dispatch(dy.scalar_type(), "linear gradient", [&](auto dt) {
+    using T = decltype(dt);
+    const T* from = data<T>(dy);
+    parallel_for(t, double(n) / 2, [=](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        int64_t tile = 0;
+        for (; tile * kTileM + 8 <= n; ++tile) {
+          const V8 x = load8(from + i * n + tile * kTileM);
+          float* row = to + (tile * t + i) * kTileM;
+          _mm_storeu_ps(row, _mm256_castps256_ps128(x.v));
+          _mm_storel_pi(reinterpret_cast<__m64*>(row + 4), _mm256_extractf128_ps(x.v, 1));
+        }
+        for (; tile < tiles; ++tile) {
+          for (int64_t j = 0; j < kTileM; ++j) {
+            const int64_t column = tile * kTileM + j;
+            to[(tile * t + i) * kTileM + j] = column < n ? to_float(from[i * n + column]) : 0.0f;
+          }
+        }
+      }
+    });
+  });
+  return out;
 }
 
 // dy [T, N], x [T, K] -> dw [N, K]
@@ -161,7 +191,8 @@ Tensor linear_wgrad(const Tensor& dy_, const Tensor& x_, std::optional<ScalarTyp
   const int64_t t = dy.size(0), n = dy.size(1), k = x.size(1);
   STD_TORCH_CHECK(x.size(0) == t, "linear: dY has ", t, " tokens and x has ", x.size(0));
   Tensor dw = torch::stable::new_empty(x, {n, k}, output_type(out_dtype, x));
-  gemm_columns(dy, 1, n, n, x, ascending_order(t, 1, 1), dw);
+  Tensor tiles = pack_tiles(dy);
+  gemm_columns(data<float>(tiles), 1, kTileM, t * kTileM, n, x, ascending_order(t, 1, 1), dw);
   return dw;
 }
 
