@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -224,7 +225,7 @@ class Cluster:
             include_dashboard=False,
             object_store_memory=config.orchestrator.object_store_bytes,
             log_to_driver=False,
-            logging_level="error",
+            logging_level=logging.ERROR,
             configure_logging=False,
         )
         ray_started()
@@ -251,7 +252,7 @@ class Cluster:
             offset = 0 if config.hardware.colocate or cls is TrainActor else config.train.world_size
             shown = ",".join(str(d + offset) for d in devices)
             env["CUDA_VISIBLE_DEVICES" if config.hardware.device == "cuda" else "HIP_VISIBLE_DEVICES"] = shown
-        actor = (
+        actor: Any = (
             ray.remote(cls)
             .options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": env})
             .remote(*args, str(self.logs / f"{name}.log"))

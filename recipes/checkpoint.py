@@ -4,7 +4,7 @@ Layout of ``<run_dir>/checkpoints``::
 
     step_000050/             weights and optimizer of every rank, written by the training group
     step_000050/state.json   written last: loop state, and size and SHA-256 of every file
-    latest                   name of the newest checkpoint
+    latest                   name of the newest checkpoint, for people and scripts
 
 A checkpoint is written to ``.tmp-step_000050``, every file fsynced, then renamed; ``latest`` is replaced in the same
 way. A process killed at any point therefore leaves the previous checkpoint in place, and a temporary folder that the
@@ -95,7 +95,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"a checkpoint needs about {need >> 20} MiB, {free >> 20} MiB are free",
                 where=str(self.folder),
-                fix="Free disk space, set trainer.save_interval=0 or move hydra.run.dir; older checkpoints are intact.",
+                fix="Free disk space or move hydra.run.dir; older checkpoints are intact.",
             )
 
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[str], object]) -> Path:
@@ -166,13 +166,11 @@ class Checkpointer:
         Raises:
             CheckpointError: the checkpoint is damaged; names the file.
         """
-        pointer = self.folder / LATEST
+        # Not by the pointer: it may lag a kill after the rename, or name a folder that the user removed.
         names = sorted(p.name for p in self.folder.glob("step_*") if p.is_dir())
         if not names:
             return None
-        pointed = pointer.read_text().strip() if pointer.is_file() else ""
-        # Killed between the rename and the pointer: the newest folder is complete and newer than the pointer.
-        path = self.folder / max(names[-1], pointed)
+        path = self.folder / names[-1]
         fix = f"Remove {path} to resume from the one before it, or use trainer.resume=never in a new run directory."
         try:
             record = json.loads((path / STATE).read_text())

@@ -92,9 +92,12 @@ class Experience:
             ppo.gae(reward, value, gamma=algorithm.gamma, lam=algorithm.gae_lambda)
             for reward, value in zip(self.rewards, self.values, strict=True)
         ]
-        advantages = [a for a, _ in pairs]
         self.returns = [r for _, r in pairs]
-        self.advantages = list(ppo.whiten(advantages) if algorithm.whiten_advantages else advantages)
+        self.advantages = [a for a, _ in pairs]
+        if algorithm.whiten_advantages:  # over the tokens of the loss alone
+            kept = [i for i, keep in enumerate(self.kept) if keep]
+            for i, white in zip(kept, ppo.whiten([pairs[i][0] for i in kept]), strict=True):
+                self.advantages[i] = white
 
     def columns(self, indices: list[int], config: RunConfig) -> dict[str, list[np.ndarray | float]]:
         """Per-token columns of a minibatch; weights sum to 1 over ``indices``."""

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from recipes.config import RunConfig, build_config
 from recipes.errors import ConfigError, RecipeError
+from rl_kernel.errors import RLKernelError
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 ConfigStore.instance().store(name="schema", node=RunConfig)
@@ -91,7 +92,7 @@ def _hydra_main(tree: DictConfig) -> None:
     except ConfigError as error:
         print(f"configuration error: {error}", file=sys.stderr)
         code = 2
-    except RecipeError as error:
+    except (RecipeError, RLKernelError) as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1
     sys.exit(code)  # from here, so that Hydra adds no traceback to a message that already says what to do
@@ -106,6 +107,8 @@ def main() -> None:
     except ConfigError as error:
         print(f"configuration error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # before the run takes the signals over
+        sys.exit(130)
     except HydraException as error:
         cause = str(error.__cause__).splitlines()[0] if error.__cause__ else ""
         print(f"configuration error: {error}" + (f": {cause}" if cause else ""), file=sys.stderr)

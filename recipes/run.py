@@ -15,7 +15,7 @@ from tqdm import tqdm
 from recipes.actors import Cluster
 from recipes.checkpoint import Checkpointer, require_same_run, run_identity, set_aside
 from recipes.config import RunConfig
-from recipes.errors import DataError, EngineError, RecipeError, WeightSyncError
+from recipes.errors import CheckpointError, DataError, EngineError, RecipeError, WeightSyncError
 from recipes.loop import Loop
 from recipes.metrics import report
 from recipes.metrics.logging import MetricLogger
@@ -102,6 +102,13 @@ class Run:
         loop, found = self.loop, self.checkpointer.latest()
         if found:
             require_same_run(found.state["identity"], self.config.to_dict())
+            saved, now = found.state.get("contract"), self._contract()
+            if saved != now:
+                raise CheckpointError(
+                    f"was written under contract {saved}, this machine and version keep {now}: bits would change",
+                    where=str(found.path),
+                    fix="Resume where it was written, or start in a new hydra.run.dir.",
+                )
             self.cluster.restore(str(found.path))
             loop.step, loop.cursor, self.saved_at = found.step, found.state["cursor"], found.step
         loop.sync()
@@ -111,6 +118,9 @@ class Run:
                 where=str(found.path),
                 fix="Remove this checkpoint to resume from the one before it.",
             )
+
+    def _contract(self) -> str | None:
+        return self.cluster.infos[0][0].get("contract")
 
     def save(self) -> None:
         """Checkpoint the finished steps, unless that was done."""
@@ -122,6 +132,7 @@ class Run:
                 "cursor": loop.cursor,
                 "identity": run_identity(self.config.to_dict()),
                 "weight_hash": loop.weight_hash,
+                "contract": self._contract(),
             }
             self.checkpointer.save(loop.step, state, self.cluster.save)
         if self.manifest is not None:
@@ -130,7 +141,7 @@ class Run:
 
     def steps(self, logger: MetricLogger, signals: Signals) -> None:
         """Every remaining step."""
-        loop, trainer = self.loop, self.config.trainer
+        loop, trainer, first = self.loop, self.config.trainer, self.loop.step
         bar = tqdm(
             total=trainer.steps,
             initial=loop.step,
@@ -139,12 +150,20 @@ class Run:
             dynamic_ncols=True,
             desc=f"{self.config.algorithm.name} {self.config.consistency.mode}",
         )
+        signals.in_step = True  # for the whole loop: a signal between two steps must end with a checkpoint as well
         with bar:
             while loop.step < trainer.steps and not signals.requested:
-                signals.in_step = True
                 row = loop.one_step(logger.log)
                 if self.manifest is not None:
                     self.manifest.weights(loop.step, loop.weight_hash)
+                    if loop.step == first + 1:  # backends are resolved by the first calls; a killed run must know them
+                        self.manifest.engines(*self.cluster.describe())
+                if loop.step == first + 1 and row["kernel/fallback_count"]:
+                    log.warning(
+                        "%s choices passed over a preferred backend (in use: %s); rl_kernel.explain says why",
+                        row["kernel/fallback_count"],
+                        row["kernel/backend"],
+                    )
                 bar.set_postfix_str(
                     f"reward {row['reward/mean']:.3f}, mismatch_count {row['consistency/mismatch_count']}, "
                     f"{row['perf/tokens_per_s']:.0f} tok/s",
@@ -154,7 +173,9 @@ class Run:
                 due = trainer.save_interval and loop.step % trainer.save_interval == 0
                 if due or signals.requested or loop.step == trainer.steps:
                     self.save()
-                signals.in_step = False
+            if signals.requested:  # it may have come after the last look at it
+                self.save()
+        signals.in_step = False
 
     def execute(self) -> int:
         """Run; whatever happens, leave no process behind. Returns 0, or 130 after an interruption."""
@@ -186,7 +207,6 @@ class Run:
                 )
                 with logger:
                     self.steps(logger, signals)
-                # Backends are resolved by the first call, so ask again.
                 self.manifest.engines(*self.cluster.describe())
         except BaseException as error:
             # Ray's own handler exits while Ray starts, and compiled code may wrap what a handler of ours raised.

@@ -90,10 +90,14 @@ def fallback_count() -> int:
     return _fallbacks
 
 
+def _exists(op: str, backend: str) -> bool:
+    return importlib.util.find_spec(f"rl_kernel.ops.{op}.{backend}") is not None
+
+
 @functools.cache
 def _load(op: str, backend: str) -> ModuleType | str:
     name = f"rl_kernel.ops.{op}.{backend}"
-    if importlib.util.find_spec(name) is None:
+    if not _exists(op, backend):
         return f"{op} has no {backend} implementation"
     try:
         return importlib.import_module(name)
@@ -134,7 +138,7 @@ def _resolve(request: Request, backend: str, mode: str) -> Choice:
         found = _check(request, name)
         if isinstance(found, ModuleType):
             # A missing file is a gap of the package, not of this machine: only the latter counts as a fallback.
-            _fallbacks += any("has no" not in reason for _, reason in passed)
+            _fallbacks += any(_exists(request.op, other) for other, _ in passed)
             return Choice(request, name, found, tuple(passed))
         passed.append((name, found))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in passed)
@@ -156,9 +160,17 @@ def resolve(op: str, device: torch.device, dtype: torch.dtype, backend: str = "a
 
 
 def explain(
-    op: str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16, backend: str = "auto"
+    op: str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+    virtual_tp: int = 1,
 ) -> str:
-    """A readable account of the choice: op, backend, contract fields, and why other backends were passed over."""
+    """A readable account of the choice: op, backend, contract fields, and why other backends were passed over.
+
+    The contract is that of a run with ``virtual_tp`` segments and ``dtype`` as the model's dtype.
+    """
     from rl_kernel.contract import contract_for
 
     device = torch.device(device)
@@ -178,13 +190,14 @@ def explain(
         if name not in tried:
             found = _check(request, name)
             lines.append(f"  also {name}: {'usable' if isinstance(found, ModuleType) else found}")
-    contract = contract_for(family, model_dtype=str(dtype).removeprefix("torch."))
+    contract = contract_for(family, virtual_tp=virtual_tp, model_dtype=str(dtype).removeprefix("torch."))
     for name in _CONTRACT_OPS.get(op, (op,)):
         part = contract.ops[name]
         lines.append(f"  contract {name}:")
         for key in ("inputs", "partition", "merge", "precision", "rounding"):
             lines.append(f"    {key}: {getattr(part, key)}")
         lines.append(f"    primitives: {', '.join(part.primitives)}")
+        lines += [f"    {key}: {value}" for key, value in part.parameters.items()]
     lines.append(f"  fingerprint: {contract.fingerprint()}")
     return "\n".join(lines)
 

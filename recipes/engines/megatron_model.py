@@ -32,6 +32,7 @@ class LMHead:
         vocab_start_index: global column of the first row.
         global_vocab_size: columns that exist; the rest is padding and never enters a log-probability.
         padded_vocab_size: columns over all ranks.
+        grad_segments: virtual tensor-parallel size S of a strict model; None for a stock one.
     """
 
     weight: torch.Tensor
@@ -39,6 +40,7 @@ class LMHead:
     vocab_start_index: int
     global_vocab_size: int
     padded_vocab_size: int
+    grad_segments: int | None = None
 
 
 def unwrap(model: Any) -> Any:
@@ -76,7 +78,10 @@ def lm_head_of(model: Any, *, global_vocab_size: int | None = None) -> LMHead:
             where="lm_head_of",
             fix="Pass the vocabulary size of the model's config.json.",
         )
-    return LMHead(weight, group, rows * group.rank(), vocab, padded)
+    from recipes.engines.megatron_layers import OPTIONS
+
+    options = getattr(model.config, OPTIONS, None)
+    return LMHead(weight, group, rows * group.rank(), vocab, padded, options.segments if options else None)
 
 
 def transformer_config(model: Any, train: Any, *, segments: int, strict: bool, on_cpu: bool) -> Any:
@@ -240,8 +245,6 @@ def _take_hidden(hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
 
 def strict_logp(model: Any, packed: PackedBatch, temperature: float) -> rl_kernel.LinearLogpOutput:
     """logp, lse and entropy, fp32 [T]; 0 where the target is ignored."""
-    from recipes.engines.megatron_layers import options_of
-
     hidden, head = hidden_states(model, packed), lm_head_of(model)
     return rl_kernel.linear_logp(
         hidden,
@@ -252,7 +255,7 @@ def strict_logp(model: Any, packed: PackedBatch, temperature: float) -> rl_kerne
         global_vocab_size=head.global_vocab_size,
         temperature=temperature,
         ignore_index=IGNORE_INDEX,
-        grad_segments=options_of(model.config).segments,
+        grad_segments=head.grad_segments,
     )
 
 

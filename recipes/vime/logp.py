@@ -77,6 +77,7 @@ def get_log_probs_and_entropy(
         vocab_start_index=lm_head.vocab_start_index,
         global_vocab_size=lm_head.global_vocab_size,
         temperature=getattr(args, "rollout_temperature", 1.0),
+        grad_segments=lm_head.grad_segments,
     )
     lengths = [len(part) for part in rows]
     result = {"log_probs": list(output.logp.split(lengths))}

@@ -6,6 +6,7 @@ its own use. The request and the result are structural: nothing of vime is impor
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,21 +56,26 @@ def linear_logp(request: Any) -> LinearLogpResult:
     device = platform.describe(weight.device)
     if device.family is None:
         raise ProviderUnavailableError(device.reason or f"{device.name} has no contract")
+    group = request.tensor_parallel_group
+    segments = int(os.environ.get("RL_KERNEL_VIRTUAL_TP", 1 if group is None else group.size()))
     output = rl_kernel.linear_logp(
         context.hidden.to(weight.dtype),
         weight,
         request.target_ids,
-        tp_group=request.tensor_parallel_group,
+        tp_group=group,
         vocab_start_index=context.vocab_partition.local_start,
         global_vocab_size=context.vocab_partition.real_size,
         temperature=1.0 if request.temperature is None else request.temperature,
+        grad_segments=segments,
     )
     choice = registry.resolve("linear_logp", weight.device, weight.dtype)
-    dtype = str(weight.dtype).removeprefix("torch.")
+    contract = rl_kernel.fingerprint(
+        device.family, virtual_tp=segments, model_dtype=str(weight.dtype).removeprefix("torch.")
+    )
     return LinearLogpResult(
         logp=output.logp.unsqueeze(-1),
         entropy=output.entropy if request.with_entropy else None,
         backend_id=f"rl_kernel.linear_logp.{choice.backend}",
-        contract_id=f"rl_kernel.v1.{device.family}.{rl_kernel.fingerprint(device.family, model_dtype=dtype)}",
+        contract_id=f"rl_kernel.v1.{device.family}.{contract}",
         provenance={"version": rl_kernel.__version__, "mode": registry.get_mode(), "device": device.name},
     )
