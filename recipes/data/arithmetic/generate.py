@@ -5,8 +5,8 @@ Deterministic: the same bytes every time, and a test compares them with the file
 Questions are products with a power of ten ("hundred times 4") and a few sums ("2 plus 3"). A policy of random weights
 finds reward step by step: write digits, end the response, read the number, read the power of ten. Numbers stay below 6,
 so that a policy that guesses is right often enough to learn from. Answers have 1 to 3 digits, so responses differ in
-length. A quarter of the prompts stand alone; the others begin with one of three system messages. Two of those share 49
-tokens, more than a key-value block of 32.
+length. Most prompts are short; the others begin with one of two long system messages, which share more than a key-value
+block of 32 tokens (only some, because a number is hard to find among sixty tokens).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONG = SHORT + (
     " A number times ten ends with one zero more, a number times hundred ends with two. Add the numbers of a sum."
 )
 LONGEST = LONG + " Do not write words. Stop after the last digit."
-SYSTEM_MESSAGES = (None, SHORT, LONG, LONGEST)
+BRIEF = ("You are careful.", "You write digits.", "You are a calculator.")
 
 PAD, UNKNOWN, SYSTEM, USER, ASSISTANT, END = "<|pad|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, UNKNOWN, SYSTEM, USER, ASSISTANT, END)
@@ -38,19 +38,26 @@ CHAT_TEMPLATE = (
 )
 
 
-def questions() -> list[tuple[str, str]]:
-    """Every (question, answer), in a fixed order."""
-    numbers = range(1, LARGEST + 1)
-    products = [(f"{word} times {n}", str(factor * n)) for word, factor in POWERS.items() for n in numbers]
-    return products + [(f"{a} plus {b}", str(a + b)) for a in numbers for b in numbers if a + b <= LARGEST]
+def products(*words: str) -> list[tuple[str, str]]:
+    """(question, answer) for each power of ten in ``words`` and each number."""
+    return [(f"{word} times {n}", str(POWERS[word] * n)) for word in words for n in range(1, LARGEST + 1)]
+
+
+def sums() -> list[tuple[str, str]]:
+    """(question, answer) for each pair of numbers whose sum is at most ``LARGEST``."""
+    pairs = [(a, b) for a in range(1, LARGEST) for b in range(1, LARGEST) if a + b <= LARGEST]
+    return [(f"{a} plus {b}", str(a + b)) for a, b in pairs]
 
 
 def rows() -> list[dict[str, object]]:
-    """The data set: chat messages, and the answer as text. Every question comes with every system message."""
+    """The data set: chat messages, and the answer as text."""
+    easy = products("one", "ten")
+    groups: list[tuple[str | None, list[tuple[str, str]]]] = [(None, [*easy, *products("hundred"), *sums()])]
+    groups += [(system, easy) for system in (*BRIEF, LONG, LONGEST)]
     out: list[dict[str, object]] = []
-    for system in SYSTEM_MESSAGES:
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        for question, answer in questions():
+    for system, questions in groups:
+        messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+        for question, answer in questions:
             out.append({"prompt": [*messages, {"role": "user", "content": question}], "label": answer})
     return out
 
@@ -58,7 +65,7 @@ def rows() -> list[dict[str, object]]:
 def vocabulary() -> list[str]:
     """Special tokens, printable ASCII, and the words of the set with the space before them. A digit is a token."""
     characters = ["\n", *(chr(c) for c in range(32, 127))]
-    text = " ".join([LONGEST, *POWERS, *(q for q, _ in questions())])
+    text = " ".join([LONGEST, *BRIEF, *POWERS, "times plus"])
     words = {w.strip(".,") for w in text.split()}
     words = {w for w in words if w.isalpha() and len(w) > 1}
     pieces = sorted({f" {w}" for w in words} | set(POWERS) | {"You"})
