@@ -24,6 +24,7 @@ from rl_kernel import triton_utils
 BF16 = torch.bfloat16
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 ANY = 1 << 62
+SIZES: list[int] = []
 Case = tuple[str, int, dict[str, int], Callable[[], object], Callable[[], torch.Tensor]]
 
 
@@ -62,12 +63,14 @@ def linear_candidates(m: int) -> Iterator[dict[str, int]]:
             yield row(bm, tile, bk, 4, stages, swap=1, split=1)
     elif m <= 256:
         for bm, bn, bk, w, s in (
-            (64, 64, 64, 4, 5), (64, 64, 128, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 4)
+            (64, 64, 64, 4, 5), (64, 64, 128, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 4),
+            (128, 32, 128, 4, 4), (128, 64, 128, 4, 3), (128, 64, 128, 8, 4),
         ):  # fmt: skip
             yield row(bm, bn, bk, w, s)
     else:
         for bm, bn, bk, w, s in (
-            (128, 128, 64, 4, 4), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 256, 64, 8, 4)
+            (128, 64, 128, 4, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4), (128, 128, 128, 8, 3),
+            (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 256, 64, 8, 4)
         ):  # fmt: skip
             yield row(bm, bn, bk, w, s)
 
@@ -75,7 +78,9 @@ def linear_candidates(m: int) -> Iterator[dict[str, int]]:
 def linear_cases() -> Iterator[Case]:
     from rl_kernel.ops.linear import triton as op
 
-    for upto, m in ((16, 16), (32, 32), (64, 64), (256, 256), (1024, 1024), (ANY, 8192)):
+    for upto, m in ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256), (512, 512), (1024, 1024), (ANY, 8192)):
+        if SIZES and m not in SIZES:
+            continue
         weights: dict[str, list[torch.Tensor]] = {}
         for name, (n, k) in SHAPES.items():
             copies = max(1, min(6, (256 << 20) // (2 * n * k)))
@@ -90,7 +95,7 @@ def linear_cases() -> Iterator[Case]:
                         op.matmul(x, w)
 
                 yield f"linear/{name}/{len(group)}", upto, candidate, run, lambda x=x, w=group[0]: op.matmul(x, w)
-    for upto, m in ((16, 16), (64, 64), (ANY, 4096)):
+    for upto, m in ((16, 16), (64, 64), (ANY, 4096)) if not SIZES else ():
         small = m <= 64
         inputs, weights = {}, {}
         for name in ("o", "down"):
@@ -203,9 +208,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
     parser.add_argument("--only", default=",".join(GROUPS))
+    parser.add_argument("--sizes", default="", help="only these M of linear, for example 128,512 (no table is written)")
     parser.add_argument("--warm")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
+    SIZES.extend(int(x) for x in args.sizes.split(",") if x)
     torch.manual_seed(0)
     index, count = (int(x) for x in args.warm.split("/")) if args.warm else (0, 1)
     found: dict[tuple[str, int], dict[str, list[float]]] = {}
@@ -230,7 +237,7 @@ def main() -> None:
         key = json.dumps(candidate)
         found.setdefault((op, upto), {}).setdefault(key, []).append(micros)
         print(f"{label} upto {upto if upto < ANY else 'any'} {key}: {micros:.1f} us", flush=True)
-    if args.warm:
+    if args.warm or SIZES:
         return
     family = "gfx942" if triton_utils.is_hip() else "sm90"
     table = {op: list(rows) for op, rows in triton_utils.launch_table(family).items()}

@@ -46,8 +46,9 @@ def paged(k, v, starts, used, page, source):
     return cache[0], cache[1], table
 
 
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("backend", ["triton", "library"])
-def test_packed_chunked_and_paged_rows_agree(backend, monkeypatch):
+def test_packed_chunked_and_paged_rows_agree(backend, part, monkeypatch):
     if backend == "triton":
         from rl_kernel.ops.attention import triton as op
     else:
@@ -58,8 +59,8 @@ def test_packed_chunked_and_paged_rows_agree(backend, monkeypatch):
         reason = op.supports(Request("attention", family, BF16))
         if reason:
             pytest.skip(reason)
-    tally, source = Tally("attention" if backend == "triton" else "attention_fa3"), rng(21)
-    while tally.cases < CASES:
+    tally, source = Tally(f"{'attention' if backend == 'triton' else 'attention_fa3'}_{part}"), rng(21 + 100 * part)
+    while tally.cases < CASES // 4:
         heads, kv_heads, dim = source.choice(HEADS if backend == "triton" else HEADS[:3])
         long = source.random() < 0.05
         n = lengths(source, source.choice([1, 2, 3, 8, 24]) if not long else 2, 8192 if long else 1024)
@@ -127,11 +128,12 @@ def test_decode_to_8k_equals_prefill_under_a_graph():
     assert wrong == 0
 
 
-def test_backward_is_repeatable_and_per_sequence_and_per_head():
+@pytest.mark.parametrize("part", range(2))
+def test_backward_is_repeatable_and_per_sequence_and_per_head(part):
     from rl_kernel.ops.attention import triton as op
 
-    tally, source = Tally("attention_backward"), rng(22)
-    while tally.cases < CASES:
+    tally, source = Tally(f"attention_backward_{part}"), rng(22 + 100 * part)
+    while tally.cases < CASES // 2:
         heads, kv_heads, dim = source.choice(HEADS)
         n = lengths(source, source.choice([1, 3, 8]), 1024)
         seed = source.randrange(1 << 30)

@@ -9,6 +9,7 @@ The contract of the GPU families cuts the keys of a sequence into blocks from ab
     l_j  = P_j @ 1,  o_j = P_j @ v    fresh accumulators, ascending keys
     m'   = max(m, m_j);  a = exp2(m - m');  b = exp2(m_j - m')
     l    = fma(l_j, b, l*a);  o = fma(o_j, b, o*a)      blocks ascending
+    out  = bf16(o * (1 / l)),  lse = (m + log2(l)) * ln 2
 
 Blocks meet only in the last line, so a decode call may compute them in parallel over any number of programs and
 merge afterwards: the number of splits is a matter of speed and never of bits.
@@ -55,17 +56,17 @@ def supports(request: Request) -> str | None:
 
 @triton.jit
 def _block(
-    q, k_tile, v_tile, key, limit, scale_log2,
-    BM: tl.constexpr, KB: tl.constexpr, MASK: tl.constexpr,
+    q, k_tile, v_tile, key, limit, scale_log2, masked,
+    BM: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
     """One self-contained block: ``(m_j, l_j, o_j)`` of the rows; ``limit`` [BM] is the last visible key of a row."""
     s = tl.dot(q, tl.trans(k_tile))
-    if MASK:
+    if masked:
         s = tl.where(key[None, :] <= limit[:, None], s, NEG_INF)
     m = tl.max(s, 1)
     scaled = m * scale_log2
     # A row that sees no key of this block: exp2 of -inf, not of NaN.
-    base = tl.where(m == NEG_INF, 0.0, scaled) if MASK else scaled
+    base = tl.where(m == NEG_INF, 0.0, scaled)
     p = tl.exp2(tl.fma(s, scale_log2, -base[:, None]))
     p = p.to(v_tile.dtype)
     ones = tl.full([KB, 16], 1.0, v_tile.dtype)
@@ -152,23 +153,16 @@ def _prefill(
     m = tl.full([BM], NEG_INF, tl.float32)
     length = tl.zeros([BM], tl.float32)
     o = tl.zeros([BM, D], tl.float32)
-    # Blocks that every row sees entirely, then those that need a mask.
+    # Blocks that every row sees entirely need no mask: a uniform branch skips it.
     full = (first_limit + 1) // KB
-    for j in tl.range(0, full, num_stages=STAGES):
-        key, _live_k, at = _offsets(j * KB, table, k_begin, k_count, k_page, k_slot, k_token, KB, PAGE)
-        k_tile = tl.load(k_ptr + at[:, None] + d[None, :])
-        key, _live_v, at = _offsets(j * KB, table, k_begin, k_count, v_page, v_slot, v_token, KB, PAGE)
-        v_tile = tl.load(v_ptr + at[:, None] + d[None, :])
-        m_j, l_j, o_j = _block(q, k_tile, v_tile, key, limit, scale_log2, BM, KB, False)
-        m, length, o = _merge(m, length, o, m_j, l_j, o_j)
-    for j in tl.range(full, (last_limit + KB) // KB, num_stages=1):
+    for j in tl.range(0, (last_limit + KB) // KB, num_stages=STAGES):
         key, live_k, at = _offsets(j * KB, table, k_begin, k_count, k_page, k_slot, k_token, KB, PAGE)
         k_tile = tl.load(k_ptr + at[:, None] + d[None, :], mask=live_k[:, None], other=0.0)
         key, live_k, at = _offsets(j * KB, table, k_begin, k_count, v_page, v_slot, v_token, KB, PAGE)
         v_tile = tl.load(v_ptr + at[:, None] + d[None, :], mask=live_k[:, None], other=0.0)
-        m_j, l_j, o_j = _block(q, k_tile, v_tile, key, limit, scale_log2, BM, KB, True)
+        m_j, l_j, o_j = _block(q, k_tile, v_tile, key, limit, scale_log2, j >= full, BM, KB)
         m, length, o = _merge(m, length, o, m_j, l_j, o_j)
-    out = divide(o, length[:, None])
+    out = o * divide(1.0, length)[:, None]
     out_at = ((q_begin + token).to(tl.int64) * heads + head) * D
     tl.store(out_ptr + out_at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=live[:, None])
     lse_at = (q_begin + token).to(tl.int64) * heads + head
@@ -211,7 +205,7 @@ def _decode(
         k_tile = tl.load(k_ptr + at[:, None] + d[None, :], mask=live_k[:, None], other=0.0)
         key, live_k, at = _offsets(j * KB, table, 0, k_count, v_page, v_slot, 0, KB, PAGE)
         v_tile = tl.load(v_ptr + at[:, None] + d[None, :], mask=live_k[:, None], other=0.0)
-        m_j, l_j, o_j = _block(q, k_tile, v_tile, key, limit, scale_log2, BM, KB, True)
+        m_j, l_j, o_j = _block(q, k_tile, v_tile, key, limit, scale_log2, True, BM, KB)
         if SPLIT:
             part = ((sequence * kv_heads + kv_head) * max_blocks + j).to(tl.int64) * BM + row
             tl.store(part_m_ptr + part, m_j, mask=live)
@@ -220,7 +214,7 @@ def _decode(
         else:
             m, length, o = _merge(m, length, o, m_j, l_j, o_j)
     if not SPLIT:
-        out = divide(o, length[:, None])
+        out = o * divide(1.0, length)[:, None]
         at = (q_begin + token).to(tl.int64) * heads + head
         tl.store(out_ptr + at[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty), mask=live[:, None])
         tl.store(lse_ptr + at, (m + tl.log2(length)) * LN2, mask=live)
@@ -247,7 +241,7 @@ def _combine(
         part = (base + j) * BM + row + one
         o_j = tl.load(part_o_ptr + part[:, None] * D + d[None, :])
         m, length, o = _merge(m, length, o, tl.load(part_m_ptr + part), tl.load(part_l_ptr + part), o_j)
-    out = divide(o, length[:, None])
+    out = o * divide(1.0, length)[:, None]
     at = (q_begin + row // G + one).to(tl.int64) * heads + kv_head * G + row % G
     tl.store(out_ptr + at[:, None] * D + d[None, :], out.to(out_ptr.dtype.element_ty))
     tl.store(lse_ptr + at, (m + tl.log2(length)) * LN2)

@@ -72,8 +72,9 @@ def _dkdv(
         lse2 = tl.load(lse_ptr + stat, mask=live, other=float("inf")) * LOG2E
         delta = tl.load(delta_ptr + stat, mask=live, other=0.0)
         # Transposed scores [keys, rows]: P^T and dS^T feed the next products from registers.
-        p = tl.exp2(tl.dot(k, tl.trans(q)) * scale_log2 - lse2[None, :])
-        p = tl.where(key[:, None] <= (token + shift)[None, :], p, 0.0)
+        p = tl.exp2(tl.fma(tl.dot(k, tl.trans(q)), scale_log2, -lse2[None, :]))
+        if (j * BM) // G + shift < tile * BN + BN - 1:
+            p = tl.where(key[:, None] <= (token + shift)[None, :], p, 0.0)
         dv = tl.dot(p.to(dout.dtype), dout, dv)
         dp = tl.dot(v, tl.trans(dout))
         ds = (p * (dp - delta[None, :])).to(q.dtype)
@@ -116,8 +117,9 @@ def _dq(
         live_k = (key < k_count)[:, None]
         k = tl.load(k_ptr + k_at * k_token + kv_head * k_head + d[None, :], mask=live_k, other=0.0)
         v = tl.load(v_ptr + k_at * v_token + kv_head * v_head + d[None, :], mask=live_k, other=0.0)
-        p = tl.exp2(tl.dot(q, tl.trans(k)) * scale_log2 - lse2[:, None])
-        p = tl.where(key[None, :] <= limit[:, None], p, 0.0)
+        p = tl.exp2(tl.fma(tl.dot(q, tl.trans(k)), scale_log2, -lse2[:, None]))
+        if (tile * BM) // G + (k_count - q_count) < j * BN + BN - 1:
+            p = tl.where(key[None, :] <= limit[:, None], p, 0.0)
         dp = tl.dot(dout, tl.trans(v))
         ds = (p * (dp - delta[:, None])).to(q.dtype)
         dq = tl.dot(ds, k, dq)

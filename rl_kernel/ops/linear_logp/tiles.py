@@ -4,8 +4,9 @@ Forward: fp32 logits of a tile of columns (one ascending chain over H), their le
 each block of the contract, the logits of a tile again, their gradient rounded once to the hidden dtype, then the
 block's share of dH (one fp32 addition a block) and its rows of dW (all tokens in one chain).
 
-The logits of a tile and the dlogits of a block are all that exists at a time: ``TILE_BYTES`` and
-``tokens * VOCAB_BLOCK * 2`` bytes.
+The logits of a tile and the dlogits of a block are all that exists at a time: at most ``TILE_BYTES`` (1024 columns at
+the least) and ``tokens * VOCAB_BLOCK * 2`` bytes. Rows of both are padded to 128 columns, so that they start at
+multiples of 16 bytes for every vocabulary size.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Protocol
 import torch
 
 from rl_kernel.contract import VOCAB_BLOCK, VOCAB_LEAF
+from rl_kernel.ops.linear_logp import kept
 from rl_kernel.ops.logp import triton as leaves
 
-TILE_BYTES = 128 << 20
+TILE_BYTES = 448 << 20
 
 
 class Products(Protocol):
@@ -33,6 +35,11 @@ def _tile_columns(tokens: int) -> int:
     return min(VOCAB_BLOCK, max(1024, columns // 1024 * 1024))
 
 
+def _padded(width: int, available: int) -> int:
+    """``width`` rounded up to whole leaves as far as the weight has rows for it."""
+    return min(-(-width // VOCAB_LEAF) * VOCAB_LEAF, available)
+
+
 def leaf_stats(
     products: Products,
     hidden: torch.Tensor,
@@ -46,11 +53,13 @@ def leaf_stats(
     stats = torch.empty((3, tokens, -(-columns // VOCAB_LEAF)), dtype=torch.float32, device=hidden.device)
     z_target = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)
     step = _tile_columns(tokens)
-    buffer = torch.empty(tokens * min(step, max(columns, 1)), dtype=torch.float32, device=hidden.device)
+    rows = weight.shape[0]
+    buffer = torch.empty(tokens * min(step, _padded(columns, rows)), dtype=torch.float32, device=hidden.device)
     for first in range(0, columns, step):
         width = min(step, columns - first)
-        logits = buffer[: tokens * width].view(tokens, width)
-        products.product(hidden, weight[first : first + width].t(), logits)
+        wide = _padded(width, rows - first)
+        logits = buffer[: tokens * wide].view(tokens, wide)
+        products.product(hidden, weight[first : first + wide].t(), logits)
         leaves.write_leaf_stats(logits, temperature, width, stats, first // VOCAB_LEAF, targets, first, z_target)
     return stats, z_target
 
@@ -86,13 +95,15 @@ def backward(
         total = None
         for block in range(begin, end, VOCAB_BLOCK):
             block_end = min(block + VOCAB_BLOCK, end)
-            dlogits = grad_buffer[: tokens * (block_end - block)].view(tokens, block_end - block)
+            stride = -(-(block_end - block) // VOCAB_LEAF) * VOCAB_LEAF
+            dlogits = grad_buffer[: tokens * stride].view(tokens, stride)[:, : block_end - block]
             for first in range(block, block_end, step):
                 last = min(first + step, block_end)
-                logits = logits_buffer[: tokens * (last - first)].view(tokens, last - first)
-                products.product(hidden, weight[first:last].t(), logits)
+                wide = _padded(last - first, weight.shape[0] - first)
+                logits = logits_buffer[: tokens * wide].view(tokens, wide)
+                products.product(hidden, weight[first : first + wide].t(), logits)
                 part = dlogits[:, first - block : last - block]
-                leaves.write_dlogits(logits, temperature, targets, state, grads, last - first, part, first)
+                kept.write_dlogits(logits, temperature, targets, state, grads, last - first, part, first)
             if dw is not None:
                 products.product(dlogits.t(), hidden, dw[block:block_end])
             if need_hidden:

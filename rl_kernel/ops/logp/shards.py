@@ -121,10 +121,11 @@ def reduce_rows(
     Returns:
         m [T] and (logp, lse, entropy, log l) [4, T].
     """
-    if group is None and targets.device.type == "cpu":
-        whole = getattr(backend, "whole_rows", None)
-        if whole is not None:
-            return whole(stats, z_target)
+    whole = getattr(backend, "whole_rows", None)
+    if group is None and whole is not None:
+        if targets.device.type != "cpu":  # check_targets leaves ids outside the vocabulary to become NaN here
+            z_target = torch.where((targets >= 0) & (targets < layout.global_vocab_size), z_target, torch.nan)
+        return whole(stats, z_target)
     m = stats[0].amax(1) if stats.shape[2] else torch.full_like(z_target, -torch.inf)
     rank = 0
     if group is not None:

@@ -189,6 +189,46 @@ def finish(
 
 
 @triton.jit
+def _whole_rows(stats_ptr, z_ptr, m_ptr, out_ptr, T, plane, leaf_stride, leaves, N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    leaf = tl.arange(0, N)
+    live = leaf < leaves
+    at = stats_ptr + row * leaf_stride + leaf
+    m_leaf = tl.load(at, mask=live, other=NEG_INF)
+    m = tl.max(m_leaf, 0)
+    d = m_leaf - m
+    s = tl.load(at + plane, mask=live, other=0.0)
+    u = tl.load(at + 2 * plane, mask=live, other=0.0)
+    w = exp_(d)
+    gone = (w == 0.0) | (leaf >= leaves)
+    one = tl.arange(0, 1)
+    length = tree_sum(tl.reshape(tl.where(gone, 0.0, s * w), [1, N]), 1, N)
+    moment = tree_sum(tl.reshape(tl.where(gone, 0.0, w * (u + d * s)), [1, N]), 1, N)
+    log_l = tl.log(length)
+    out = out_ptr + row + one
+    tl.store(m_ptr + row, m)
+    tl.store(out, (tl.load(z_ptr + row + one) - m) - log_l)
+    tl.store(out + T, m + log_l)
+    tl.store(out + 2 * T, log_l - divide(moment, length))
+    tl.store(out + 3 * T, log_l)
+
+
+def whole_rows(stats: torch.Tensor, z_target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maximum, tree and results of rows whose leaves are all here: m [T] and (logp, lse, entropy, log l) [4, T]."""
+    rows, leaves = stats.shape[1:]
+    m = torch.empty(rows, dtype=torch.float32, device=stats.device)
+    out = torch.empty((4, rows), dtype=torch.float32, device=stats.device)
+    if rows:
+        n = next_power_of_2(leaves)
+        with device_guard(stats):
+            _whole_rows[(rows,)](
+                stats, z_target, m, out, rows, stats.stride(0), stats.stride(1), leaves, n,
+                **options(4 if n > 512 else 1),
+            )  # fmt: skip
+    return m, out
+
+
+@triton.jit
 def gradient_of(z, m, log_l, entropy, g_logp, g_lse, g_ent, is_target):
     """dL/dz of columns with scaled logits z; the row's values broadcast."""
     y = (z - m) - log_l
