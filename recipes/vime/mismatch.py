@@ -93,16 +93,23 @@ def record(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> di
     """The hook. Returns the step's metrics on the logging rank and ``None`` elsewhere.
 
     Raises:
-        EngineError: as in :func:`local_stats`; or, with ``RL_KERNEL_MODE=strict``, a log-probability differs, on every
-            rank at once so that the job stops instead of hanging.
+        EngineError: as in :func:`local_stats`; or, with ``RL_KERNEL_MODE=strict``, a log-probability differs. On every
+            rank at once, so that the job stops instead of hanging.
     """
     from megatron.core import mpu
 
-    stats = local_stats(rollout_data, mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank())
+    stats, problem = MismatchStats(), None
+    try:
+        stats = local_stats(rollout_data, mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank())
+    except EngineError as error:  # the other ranks wait in the gather below: tell them
+        problem = error
     group = mpu.get_data_parallel_group_gloo(with_context_parallel=True)
     parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, stats, group=group)
-    merged = MismatchStats.merge_all(parts)
+    dist.all_gather_object(parts, (stats, problem), group=group)
+    for _, found in parts:
+        if found is not None:
+            raise found
+    merged = MismatchStats.merge_all(part for part, _ in parts)
     metrics = None
     if mpu.get_tensor_model_parallel_rank() == 0 and dist.get_rank(group) == 0:
         metrics = merged.metrics()
