@@ -173,7 +173,7 @@ def _lines(
     title: str, note: str, run: Run, keys: Sequence[tuple[str, str]], *, log: bool = False, smoothed: bool = False
 ) -> Figure | None:
     found = [(key, label, *column(run.rows, key)) for key, label in keys]
-    found = [item for item in found if item[2].size]
+    found = [item for item in found if item[3].any()]  # all zeros: a loop with one update a rollout, for example
     if not found:
         return None
 
