@@ -1,10 +1,10 @@
 """Weights & Biases, kept at arm's length: it can be missing, unreachable or slow, and the run goes on.
 
 W&B lives in a process of its own (:mod:`recipes.metrics.wandb_process`) that this module feeds through a queue, so no
-call of the training loop waits for it. The loop can be held up by three things only, at most 15 s together:
-``PROBE_SECONDS`` to see whether the server answers, twice ``START_SECONDS`` to start (online, then offline),
-``CLOSE_SECONDS`` to upload the rest at the end. What was not uploaded stays in ``<run_dir>/wandb`` and ``wandb sync``
-sends it later.
+call of the training loop waits for it. The network can hold the loop up by three things only, at most 15 s together:
+``PROBE_SECONDS`` to see whether the server answers, ``START_SECONDS`` to start online, ``CLOSE_SECONDS`` to upload the
+rest at the end. Starting offline waits for the local process alone, two seconds on an idle machine and at most
+``OFFLINE_SECONDS`` on a busy one. What was not uploaded stays in ``<run_dir>/wandb`` and ``wandb sync`` sends it later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 MODES = ("off", "offline", "online", "auto")
 PROBE_SECONDS = 2.0
-START_SECONDS = 4.0
+START_SECONDS = 8.0
+OFFLINE_SECONDS = 60.0
 CLOSE_SECONDS = 5.0
 
 
@@ -167,7 +168,7 @@ class WandbLogger:
         attempts = ("online", "offline") if self.mode == "online" else ("offline",)
         for attempt in attempts:
             try:
-                self._process = self._start(attempt, init, START_SECONDS * 2 / len(attempts))
+                self._process = self._start(attempt, init, START_SECONDS if attempt == "online" else OFFLINE_SECONDS)
             except Exception as error:  # noqa: BLE001 - W&B must not stop the run
                 self.mode, self.reason = "off", f"{attempt} start failed: {error}"
                 self._warn(self.reason)
