@@ -70,7 +70,7 @@ def extension_modules() -> tuple[list, dict]:
                     "rl_kernel._C_gpu",
                     gpu,
                     include_dirs=[str(ROOT / "csrc")],
-                    define_macros=macros,
+                    define_macros=[*macros, ("USE_CUDA" if cuda else "USE_ROCM", None)],  # stream functions of torch
                     extra_compile_args={"cxx": flags, "nvcc": nvcc if cuda else ["-O3", "--offload-arch=gfx942"]},
                     py_limited_api=True,
                 )

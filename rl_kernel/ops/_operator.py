@@ -11,6 +11,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 _PLAIN = torch.Tensor.__torch_dispatch__  # subclasses that intercept operators replace it
 
 
+def untraced(*args: Any) -> bool:
+    """Whether all tensors are plain and nobody traces: an implementation may be called directly."""
+    plain = all(type(arg).__torch_dispatch__ is _PLAIN for arg in args if isinstance(arg, torch.Tensor))
+    return plain and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
+
+
 class Operator:
     """``torch.library.custom_op`` with a short way past the dispatcher.
 

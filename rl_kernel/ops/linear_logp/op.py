@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rl_kernel.errors import ContractError
-from rl_kernel.ops._operator import Operator
+from rl_kernel.ops._operator import Operator, untraced
 from rl_kernel.ops.collectives.op import all_reduce, group_name, group_of, group_size
 from rl_kernel.ops.linear import column_parallel_linear
 from rl_kernel.ops.logp import shards
@@ -202,6 +202,13 @@ def linear_logp(
         layout.local_segments(0, segments)  # fail here, not in backward
     targets = shards.check_targets(target_ids, rows, layout.global_vocab_size, ignore_index)
     t = shards.temperature_rows(temperature, rows, hidden_states.device)
+    if hidden_states.is_cuda and untraced(hidden_states, lm_head_weight, targets, t):
+        module = resolve("linear_logp", hidden_states.device, hidden_states.dtype, backend).module
+        if hasattr(module, "operator"):  # a backend that brings its own schedules
+            run = module.operator()
+            return LinearLogpOutput(
+                *run(hidden_states, lm_head_weight, targets, t, layout, ignore_index, segments, tp_group)[:3]
+            )
     out = _linear_logp(
         hidden_states,
         lm_head_weight,

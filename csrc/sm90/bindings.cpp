@@ -1,0 +1,236 @@
+// Schemas and bindings of the Hopper kernels (stable ABI). Outputs are arguments, so that callers own all memory.
+#include "launch.h"
+
+#include <Python.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+
+namespace rlk::sm90 {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Maybe = std::optional<Tensor>;
+
+void expect(const Tensor& tensor, const char* name, ScalarType type) {
+  STD_TORCH_CHECK(tensor.is_cuda(), name, " must be a CUDA tensor");
+  STD_TORCH_CHECK(tensor.scalar_type() == type, name, " has the wrong dtype");
+}
+
+template <typename T>
+T* data(const Tensor& tensor, const char* name, ScalarType type) {
+  expect(tensor, name, type);
+  STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+template <typename T>
+T* data(const Maybe& tensor, const char* name, ScalarType type) {
+  return tensor.has_value() ? data<T>(*tensor, name, type) : nullptr;
+}
+
+float* floats(const Tensor& tensor, const char* name) { return data<float>(tensor, name, ScalarType::Float); }
+float* floats(const Maybe& tensor, const char* name) { return data<float>(tensor, name, ScalarType::Float); }
+
+Matrix matrix(const Tensor& tensor, const char* name, ScalarType type = ScalarType::BFloat16) {
+  expect(tensor, name, type);
+  STD_TORCH_CHECK(tensor.dim() == 2 && (tensor.size(1) <= 1 || tensor.stride(1) == 1), name,
+                  " must be a matrix with contiguous rows");
+  return {tensor.data_ptr(), tensor.size(0), tensor.size(1), tensor.size(0) > 1 ? tensor.stride(0) : (tensor.size(1) + 7) / 8 * 8};
+}
+
+cudaStream_t stream_of(const Tensor& tensor) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+int* counter_of(const Tensor& counter) { return data<int>(counter, "counter", ScalarType::Int); }
+
+Rows rows_of(const Maybe& targets, const Maybe& temperatures, int64_t start, int64_t columns, int64_t tokens) {
+  Rows rows;
+  rows.targets = data<int64_t>(targets, "targets", ScalarType::Long);
+  rows.temperatures = floats(temperatures, "temperatures");
+  rows.start = start;
+  rows.columns = static_cast<int>(columns);
+  STD_TORCH_CHECK(!targets.has_value() || targets->numel() == tokens, "targets must have one value a row");
+  STD_TORCH_CHECK(!temperatures.has_value() || temperatures->numel() == tokens, "temperatures: one value a row");
+  return rows;
+}
+
+// stats: [3, T, L] as (m, s, u)
+void leaves_of(Rows& rows, const Tensor& stats, int64_t tokens) {
+  STD_TORCH_CHECK(stats.dim() == 3 && stats.size(0) == 3 && stats.size(1) == tokens, "stats must be [3, T, L]");
+  rows.leaves = static_cast<int>(stats.size(2));
+  rows.leaf_max = floats(stats, "stats");
+  rows.leaf_sum = rows.leaf_max + tokens * rows.leaves;
+  rows.leaf_mean = rows.leaf_sum + tokens * rows.leaves;
+}
+
+void gradients_of(Rows& rows, const Tensor& state, const Tensor& grads, int64_t tokens) {
+  STD_TORCH_CHECK(state.numel() == 3 * tokens && grads.numel() == 3 * tokens, "state and grads must be [3, T]");
+  rows.state = floats(state, "state");
+  rows.grads = floats(grads, "grads");
+}
+
+void statistics_op(Tensor hidden, Tensor weight, Tensor targets, Tensor temperatures, int64_t columns, Tensor counter,
+                   Tensor stats, Tensor target_logit, Maybe kept) {
+  const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
+  const int64_t tokens = hidden.size(0);
+  Rows rows = rows_of(targets, temperatures, 0, columns, tokens);
+  leaves_of(rows, stats, tokens);
+  rows.target_logit = floats(target_logit, "target_logit");
+  statistics(matrix(hidden, "hidden"), matrix(weight, "weight"), rows,
+             kept.has_value() ? matrix(*kept, "kept") : Matrix{}, counter_of(counter), stream_of(hidden));
+}
+
+void recompute_op(Tensor hidden, Tensor weight, Tensor targets, Tensor temperatures, int64_t start, int64_t columns,
+                  Tensor counter, Tensor state, Tensor grads, Tensor dlogits) {
+  const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
+  const int64_t tokens = hidden.size(0);
+  Rows rows = rows_of(targets, temperatures, start, columns, tokens);
+  gradients_of(rows, state, grads, tokens);
+  recompute(matrix(hidden, "hidden"), matrix(weight, "weight"), rows, matrix(dlogits, "dlogits"), counter_of(counter),
+            stream_of(hidden));
+}
+
+void gradient_op(Tensor kept, Tensor targets, Tensor temperatures, Tensor stats, Tensor state, Tensor grads,
+                 Tensor table) {
+  const torch::stable::accelerator::DeviceGuard guard(kept.get_device_index());
+  const int64_t tokens = kept.size(0);
+  Rows rows = rows_of(targets, temperatures, 0, kept.size(1), tokens);
+  leaves_of(rows, stats, tokens);
+  gradients_of(rows, state, grads, tokens);
+  STD_TORCH_CHECK(table.numel() >= 8 * tokens, "table must be [T, 8]");
+  gradient_in_place(rows, matrix(kept, "kept"), floats(table, "table"), stream_of(kept));
+}
+
+void backward_op(Tensor dlogits, Tensor weight, Tensor hidden, Tensor counter, int64_t first_column, int64_t columns,
+                 Maybe dh, bool dh_continues, Maybe order, Maybe dw, bool dw_accumulate,
+                 Maybe dw_init) {
+  const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
+  Backward task;
+  task.dlogits = matrix(dlogits, "dlogits");
+  task.weight = matrix(weight, "weight");
+  task.hidden = matrix(hidden, "hidden");
+  task.first_column = first_column;
+  task.columns = columns;
+  STD_TORCH_CHECK(first_column >= 0 && columns > 0 && first_column + columns <= dlogits.size(1) &&
+                      (columns % 64 == 0 || first_column + columns == dlogits.size(1)),
+                  "a segment of columns must be a multiple of 64 or reach the end");
+  task.dh = floats(dh, "dh");
+  task.dh_continues = dh_continues;
+  task.order = data<int>(order, "order", ScalarType::Int);
+  STD_TORCH_CHECK(!dh.has_value() || (order.has_value() &&
+                      order->numel() >= (hidden.size(0) + 255) / 256 * ((hidden.size(1) + 255) / 256) * 4),
+                  "order must hold 4 zeros for each 256 x 256 of dh");
+  if (dw.has_value()) {
+    const bool wide = dw->scalar_type() == ScalarType::Float;
+    STD_TORCH_CHECK(wide || !dw_accumulate, "dw must be fp32 to accumulate");
+    task.dw = wide ? static_cast<void*>(floats(*dw, "dw")) : data<void>(*dw, "dw", ScalarType::BFloat16);
+    task.dw_output = wide ? (dw_accumulate ? 2 : 1) : 0;
+  }
+  task.dw_init = floats(dw_init, "dw_init");
+  backward(task, counter_of(counter), stream_of(hidden));
+}
+
+void merge_op(Tensor stats, Tensor target_logit, Tensor m, Tensor out) {
+  const torch::stable::accelerator::DeviceGuard guard(stats.get_device_index());
+  Rows rows;
+  leaves_of(rows, stats, stats.size(1));
+  rows.target_logit = floats(target_logit, "target_logit");
+  merge(rows, stats.size(1), floats(m, "m"), floats(out, "out"), stream_of(stats));
+}
+
+void nodes_op(Tensor stats, Tensor m, Tensor ranges, Tensor nodes) {
+  const torch::stable::accelerator::DeviceGuard guard(stats.get_device_index());
+  Rows rows;
+  leaves_of(rows, stats, stats.size(1));
+  const int count = static_cast<int>(ranges.size(0));
+  STD_TORCH_CHECK(nodes.size(0) >= count, "nodes must have a slot for each range");
+  tree_nodes(rows, floats(m, "m"), data<int>(ranges, "ranges", ScalarType::Int), count, floats(nodes, "nodes"),
+             stats.size(1), stream_of(stats));
+}
+
+void finish_op(Tensor nodes, Tensor merges, int64_t root, Tensor m, Tensor target_logit, Tensor out) {
+  const torch::stable::accelerator::DeviceGuard guard(nodes.get_device_index());
+  const int count = static_cast<int>(merges.size(0));
+  finish(floats(nodes, "nodes"), static_cast<int>(nodes.size(0)) - count, data<int>(merges, "merges", ScalarType::Int),
+         count, static_cast<int>(root), floats(m, "m"), floats(target_logit, "target_logit"), floats(out, "out"),
+         nodes.size(2), stream_of(nodes));
+}
+
+void logits_op(Tensor logits, Maybe targets, Tensor temperatures, int64_t columns, Tensor stats, Maybe target_logit) {
+  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  const int64_t tokens = logits.size(0);
+  Rows rows = rows_of(targets, temperatures, 0, columns, tokens);
+  leaves_of(rows, stats, tokens);
+  rows.target_logit = floats(target_logit, "target_logit");
+  STD_TORCH_CHECK(rows.targets == nullptr || rows.target_logit != nullptr, "targets need target_logit");
+  logits_statistics(rows, matrix(logits, "logits", ScalarType::Float), stream_of(logits));
+}
+
+void exp_op(Tensor x, Tensor y) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  elementwise(floats(x, "x"), floats(y, "y"), x.numel(), false, stream_of(x));
+}
+
+void log_op(Tensor x, Tensor y) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  elementwise(floats(x, "x"), floats(y, "y"), x.numel(), true, stream_of(x));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
+  m.def(
+      "sm90_statistics(Tensor hidden, Tensor weight, Tensor targets, Tensor temperatures, int columns,"
+      " Tensor(a!) counter, Tensor(b!) stats, Tensor(c!) target_logit, Tensor(d!)? kept) -> ()");
+  m.def(
+      "sm90_recompute(Tensor hidden, Tensor weight, Tensor targets, Tensor temperatures, int start, int columns,"
+      " Tensor(a!) counter, Tensor state, Tensor grads, Tensor(b!) dlogits) -> ()");
+  m.def(
+      "sm90_gradient_(Tensor(a!) kept, Tensor targets, Tensor temperatures, Tensor stats, Tensor state, Tensor grads,"
+      " Tensor(b!) table) -> ()");
+  m.def(
+      "sm90_backward(Tensor dlogits, Tensor weight, Tensor hidden, Tensor(a!) counter, int first_column, int columns,"
+      " Tensor(b!)? dh, bool dh_continues, Tensor(g!)? order, Tensor(c!)? dw,"
+      " bool dw_accumulate, Tensor? dw_init) -> ()");
+  m.def("sm90_merge(Tensor stats, Tensor target_logit, Tensor(a!) m, Tensor(b!) out) -> ()");
+  m.def("sm90_tree_nodes(Tensor stats, Tensor m, Tensor ranges, Tensor(a!) nodes) -> ()");
+  m.def(
+      "sm90_finish(Tensor(a!) nodes, Tensor merges, int root, Tensor m, Tensor target_logit, Tensor(b!) out) -> ()");
+  m.def(
+      "sm90_logits_statistics(Tensor logits, Tensor? targets, Tensor temperatures, int columns, Tensor(a!) stats,"
+      " Tensor(b!)? target_logit) -> ()");
+  m.def("sm90_exp(Tensor x, Tensor(a!) y) -> ()");
+  m.def("sm90_log(Tensor x, Tensor(a!) y) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rlk, CUDA, m) {
+  m.impl("sm90_statistics", TORCH_BOX(&statistics_op));
+  m.impl("sm90_recompute", TORCH_BOX(&recompute_op));
+  m.impl("sm90_gradient_", TORCH_BOX(&gradient_op));
+  m.impl("sm90_backward", TORCH_BOX(&backward_op));
+  m.impl("sm90_merge", TORCH_BOX(&merge_op));
+  m.impl("sm90_logits_statistics", TORCH_BOX(&logits_op));
+  m.impl("sm90_tree_nodes", TORCH_BOX(&nodes_op));
+  m.impl("sm90_finish", TORCH_BOX(&finish_op));
+  m.impl("sm90_exp", TORCH_BOX(&exp_op));
+  m.impl("sm90_log", TORCH_BOX(&log_op));
+}
+
+}  // namespace rlk::sm90
+
+// An empty module: importing rl_kernel._C_gpu loads the library, which registers the operators above.
+extern "C" PyMODINIT_FUNC PyInit__C_gpu(void) {
+  static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C_gpu", nullptr, -1,      nullptr,
+                                      nullptr,               nullptr,   nullptr, nullptr};
+  return PyModule_Create(&module);
+}

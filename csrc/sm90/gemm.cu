@@ -1,0 +1,163 @@
+// Tensor maps and launches of the matrix-product kernels.
+#include "gemm.cuh"
+#include "launch.h"
+
+#include <algorithm>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+namespace rlk::sm90 {
+namespace {
+
+constexpr int kGroup = 8;  // column tiles side by side: 2048 rows of B stay in L2 while A streams
+
+void check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+Encode encoder() {
+  static const Encode found = [] {
+    void* symbol = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &result),
+          "cuTensorMapEncodeTiled");
+    if (result != cudaDriverEntryPointSuccess) throw std::runtime_error("the CUDA driver has no tensor maps");
+    return reinterpret_cast<Encode>(symbol);
+  }();
+  return found;
+}
+
+CUtensorMap tensor_map(const Matrix& matrix, int box_cols, int box_rows) {
+  CUtensorMap map;
+  const cuuint64_t size[2] = {static_cast<cuuint64_t>(matrix.cols), static_cast<cuuint64_t>(matrix.rows)};
+  const cuuint64_t stride[1] = {static_cast<cuuint64_t>(matrix.stride) * 2};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_cols), static_cast<cuuint32_t>(box_rows)}, step[2] = {1, 1};
+  const CUresult status = encoder()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, matrix.data, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    throw std::runtime_error("no tensor map for a matrix of " + std::to_string(matrix.rows) + " x " +
+                             std::to_string(matrix.cols) + ", row stride " + std::to_string(matrix.stride) +
+                             ": data must be 16-byte aligned and the stride a multiple of 8");
+  }
+  return map;
+}
+
+int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+void shape(Problem& problem, int64_t rows, int64_t cols, int64_t depth, int group) {
+  problem.rows = static_cast<int>(rows);
+  problem.cols = static_cast<int>(cols);
+  const int tiles_m = ceil_div(rows, kTileM);
+  problem.pairs = tiles_m / kCluster;
+  problem.odd = tiles_m % kCluster;
+  problem.tiles_n = ceil_div(cols, kTileN);
+  problem.tiles_k = ceil_div(depth, kTileK);
+  problem.group = group;
+  problem.tiles = problem.pairs * problem.tiles_n + problem.odd * ceil_div(problem.tiles_n, kCluster);
+}
+
+void output(Problem& problem, const Matrix& out) {
+  problem.out = static_cast<__nv_bfloat16*>(out.data);
+  problem.out_stride = out.stride;
+}
+
+template <int Kind>
+void launch(const Params& params, cudaStream_t stream) {
+  static std::once_flag once;
+  static int processors = 0;
+  std::call_once(once, [] {
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
+    check(cudaFuncSetAttribute(gemm_kernel<Kind>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared),
+          "shared memory");
+  });
+  if (params.tiles == 0) return;
+  const int clusters = std::min(processors / kCluster, params.tiles);
+  gemm_kernel<Kind><<<clusters * kCluster, kThreads, kBytesShared, stream>>>(params);
+  check(cudaGetLastError(), "matrix product launch");
+}
+
+Vocabulary vocabulary(const Rows& rows, bool keep) {
+  Vocabulary v{};
+  v.columns = rows.columns;
+  v.leaves = rows.leaves;
+  v.keep = keep;
+  v.start = rows.start;
+  v.targets = rows.targets;
+  v.temperatures = rows.temperatures;
+  v.leaf_max = rows.leaf_max;
+  v.leaf_sum = rows.leaf_sum;
+  v.leaf_mean = rows.leaf_mean;
+  v.target_logit = rows.target_logit;
+  v.state = rows.state;
+  v.grads = rows.grads;
+  return v;
+}
+
+Params logits_params(const Matrix& hidden, const Matrix& weight, const Rows& rows, const Matrix& out, int* counter) {
+  Params params{};
+  Problem& problem = params.problem[0];
+  problem.a = tensor_map(hidden, kTileK, kTileM);
+  problem.b = tensor_map(weight, kTileK, kTileN / kCluster);
+  output(problem, out);
+  shape(problem, hidden.rows, weight.rows, hidden.cols, kGroup);
+  params.vocabulary = vocabulary(rows, out.data != nullptr);
+  params.tiles = params.tiles_first = problem.tiles;
+  params.counter = counter;
+  return params;
+}
+
+}  // namespace
+
+void statistics(Matrix hidden, Matrix weight, Rows rows, Matrix kept, int* counter, cudaStream_t stream) {
+  if (hidden.rows == 0 || weight.rows == 0) return;
+  launch<kStatistics>(logits_params(hidden, weight, rows, kept, counter), stream);
+}
+
+void recompute(Matrix hidden, Matrix weight, Rows rows, Matrix dlogits, int* counter, cudaStream_t stream) {
+  if (hidden.rows == 0 || weight.rows == 0) return;
+  launch<kGradient>(logits_params(hidden, weight, rows, dlogits, counter), stream);
+}
+
+void backward(Backward task, int* counter, cudaStream_t stream) {
+  const int64_t tokens = task.hidden.rows, width = task.hidden.cols, vocabulary_size = task.dlogits.cols;
+  if (tokens == 0 || width == 0) return;
+  Params params{};
+  params.counter = counter;
+  int used = 0;
+  if (task.dh != nullptr) {
+    Problem& problem = params.problem[used++];
+    problem.a = tensor_map(task.dlogits, kTileK, kTileM);
+    problem.b = tensor_map(task.weight, 64, kTileK);
+    shape(problem, tokens, width, task.columns, kGroup);
+    problem.k_begin = static_cast<int>(task.first_column);
+    problem.output = kBlocks;
+    problem.out_float = task.dh;
+    problem.continues = task.dh_continues;
+    problem.order = task.order;
+    params.tiles_first = params.tiles = problem.tiles * ceil_div(problem.tiles_k, kBlockTiles);
+  }
+  if (task.dw != nullptr) {
+    Problem& problem = params.problem[used++];
+    problem.a = tensor_map(task.dlogits, 64, kTileK);
+    problem.b = tensor_map(task.hidden, 64, kTileK);
+    problem.transposed_a = 1;
+    shape(problem, vocabulary_size, width, tokens, kGroup);
+    problem.init = task.dw_init;
+    problem.output = task.dw_output;
+    problem.out_float = static_cast<float*>(task.dw);
+    output(problem, {task.dw, vocabulary_size, width, width});
+    params.tiles += problem.tiles;
+    if (used == 1) params.tiles_first = params.tiles;
+  }
+  launch<kStore>(params, stream);
+}
+
+}  // namespace rlk::sm90

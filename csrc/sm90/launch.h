@@ -1,0 +1,57 @@
+// Host entry points of the Hopper kernels: plain pointers and sizes, no torch types.
+#pragma once
+#include <cuda_runtime.h>
+#include <cstdint>
+
+namespace rlk::sm90 {
+
+// Values by row, [T] or [T, leaves]; null where an operator does not use them.
+struct Rows {
+  const int64_t* targets = nullptr;  // local columns, -1 where another rank owns the target
+  const float* temperatures = nullptr;
+  int64_t start = 0;  // local column of the first column at hand
+  int columns = 0;    // columns at hand that are real vocabulary
+  int leaves = 0;
+  float *leaf_max = nullptr, *leaf_sum = nullptr, *leaf_mean = nullptr, *target_logit = nullptr;
+  const float *state = nullptr, *grads = nullptr;  // [3, T]: (m, log l, entropy), upstream of (logp, lse, entropy)
+};
+
+struct Matrix {
+  void* data = nullptr;
+  int64_t rows = 0, cols = 0, stride = 0;  // stride in elements between rows; columns are contiguous
+};
+
+// Statistics of the leaves of hidden weight^T / temperature; kept.data != null also writes bf16 exp(z - leaf_max).
+void statistics(Matrix hidden, Matrix weight, Rows rows, Matrix kept, int* counter, cudaStream_t stream);
+// bf16 gradient of the logits, recomputed from hidden and weight.
+void recompute(Matrix hidden, Matrix weight, Rows rows, Matrix dlogits, int* counter, cudaStream_t stream);
+
+struct Backward {
+  Matrix dlogits, weight, hidden;
+  int64_t first_column = 0, columns = 0;  // columns of dlogits that dh reduces over
+  float* dh = nullptr;                    // [T, H], blocks of 16384 columns added in order
+  bool dh_continues = false;              // the first block is added as well
+  int* order = nullptr;                   // zeros, 4 for each 256 x 256 of dh
+  void* dw = nullptr;  // [V, H]
+  int dw_output = 0;   // 0 bf16, 1 fp32, 2 fp32 += sum
+  const float* dw_init = nullptr;
+};
+// dh = dlogits weight and dw = dlogits^T hidden, in one launch.
+void backward(Backward task, int* counter, cudaStream_t stream);
+
+// All leaves of the vocabulary are here: m [T] and (logp, lse, entropy, log l) [4, T].
+void merge(Rows rows, int64_t tokens, float* m, float* out, cudaStream_t stream);
+// Values of aligned subtrees of the local leaves, given as pairs (begin, end): nodes [slots, 2, T] of (l, u).
+void tree_nodes(Rows rows, const float* m, const int* ranges, int count, float* nodes, int64_t tokens,
+                cudaStream_t stream);
+// Remaining adds of the tree (pairs of slots, -1 is zero) in nodes [slots + merges, 2, T], then (logp, lse, entropy,
+// log l) [4, T] of the last merge, or of slot `root` without merges.
+void finish(float* nodes, int slots, const int* merges, int count, int root, const float* m, const float* target_logit,
+            float* out, int64_t tokens, cudaStream_t stream);
+// Kept bf16 exp(z - leaf_max) becomes the bf16 gradient of the logits, in place. table: scratch [T, 8].
+void gradient_in_place(Rows rows, Matrix kept, float* table, cudaStream_t stream);
+// Statistics of the leaves of fp32 logits.
+void logits_statistics(Rows rows, Matrix logits, cudaStream_t stream);
+void elementwise(const float* x, float* y, int64_t count, bool logarithm, cudaStream_t stream);
+
+}  // namespace rlk::sm90

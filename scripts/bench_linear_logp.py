@@ -1,0 +1,188 @@
+#!/usr/bin/env python3
+"""Time linear_logp forward and backward on one GPU beside torch, and write a JSON report.
+
+    python scripts/bench_linear_logp.py --out reports/linear_logp_sm90.json [--shapes T1,T3] [--no-compile]
+
+Each variant: 3 warm-up and 10 timed calls, median, CUDA events; the upstream gradient is one value a token. The
+roofline is 2, 6 or 8 THV operations at the rate of an 8192^3 product measured first in the same process; ``library``
+is the sum of the three plain products of the same shape (what cuBLAS needs without any softmax).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+from rl_kernel import registry
+from rl_kernel.ops.linear_logp import linear_logp, sm90
+from rl_kernel.ops.linear_logp.policy import linear_policy_loss
+
+SHAPES = {
+    "T1": (796, 2048, 75968),
+    "T2": (1820, 2048, 75968),
+    "T3": (6827, 2048, 75968),
+    "Q8B_TP1": (8192, 4096, 151936),
+    "Q8B_TP4": (8192, 4096, 37984),
+}
+
+
+def timed(call, warm: int = 3, repeats: int = 10) -> float:
+    """Median milliseconds."""
+    for _ in range(warm):
+        call()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    times.sort()
+    return (times[(repeats - 1) // 2] + times[repeats // 2]) / 2
+
+
+def peak_mib(call) -> float:
+    """Memory above what was allocated before, results included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    torch.cuda.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    del result
+    return round(peak, 1)
+
+
+def inputs(tokens: int, hidden: int, vocabulary: int):
+    """Peaked softmax like a trained model's: one token a row is lifted by 10 to 20, mostly the target."""
+    g = torch.Generator(device="cuda").manual_seed(0)
+    w = torch.empty(vocabulary, hidden, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02, generator=g)
+    top = torch.randint(0, vocabulary, (tokens,), device="cuda", generator=g)
+    other = torch.randint(0, vocabulary, (tokens,), device="cuda", generator=g)
+    t = torch.where(torch.rand(tokens, device="cuda", generator=g) < 0.95, top, other)
+    row = w[top].float()
+    lift = torch.empty(tokens, 1, device="cuda").uniform_(10, 20, generator=g)
+    h = torch.randn(tokens, hidden, device="cuda", generator=g) + lift * row / row.pow(2).sum(-1, keepdim=True)
+    return h.bfloat16(), w, t, torch.randn(tokens, device="cuda", generator=g)
+
+
+def eager(h, w, t):
+    return torch.nn.functional.cross_entropy((h @ w.T).float(), t, reduction="none")
+
+
+def gradients(function, h, w, g):
+    return torch.autograd.grad(function(h, w), (h, w), g)
+
+
+def variants(h, w, t, g, compiled):
+    """name -> (forward, forward and backward, operations in THV of forward and backward)"""
+
+    def ours(mib: int):
+        def logp(h, w):
+            sm90.WORKSPACE_BYTES = mib << 20
+            return linear_logp(h, w, t).logp
+
+        return logp
+
+    old, advantages = torch.zeros(t.shape[0], device="cuda") - 1.0, g
+    bound = 512
+
+    def fused():
+        sm90.WORKSPACE_BYTES = bound << 20
+        loss, _, _ = linear_policy_loss(h, w, t, old, advantages)
+        return torch.autograd.grad(loss, (h, w))
+
+    def forward(function):
+        def call():
+            with torch.no_grad():
+                return function(h, w)
+
+        return call
+
+    table = {
+        "kept": (forward(ours(8192)), lambda: gradients(ours(8192), h, w, g), 6),
+        "recompute, 512 MiB": (None, lambda: gradients(ours(512 if h.shape[0] > 4000 else 64), h, w, g), 8),
+        "fused policy loss, 512 MiB": (None, fused, 6),
+        "torch eager": (
+            forward(lambda h, w: eager(h, w, t)),
+            lambda: gradients(lambda h, w: eager(h, w, t), h, w, g),
+            6,
+        ),
+    }
+    if compiled is not None:
+        table["torch.compile"] = (
+            forward(lambda h, w: compiled(h, w, t)),
+            lambda: gradients(lambda h, w: compiled(h, w, t), h, w, g),
+            6,
+        )
+    return table
+
+
+def cublas_rate() -> float:
+    """TFLOP/s of an 8192^3 product."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / timed(lambda: torch.mm(a, b), 3, 12) / 1e9
+
+
+def library_products(h: torch.Tensor, w: torch.Tensor) -> list[float]:
+    """Milliseconds of the three plain products: logits, dH, dW."""
+    with torch.no_grad():
+        x = torch.empty(h.shape[0], w.shape[0], device="cuda", dtype=torch.bfloat16)
+        return [
+            timed(lambda: torch.mm(h, w.t(), out=x)),
+            timed(lambda: torch.mm(x, w)),
+            timed(lambda: torch.mm(x.t(), h)),
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--no-compile", action="store_true")
+    args = parser.parse_args()
+    rate = cublas_rate()
+    card = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+                          capture_output=True, text=True).stdout.strip()  # fmt: skip
+    report = {"card": card, "torch": torch.__version__, "cublas_tflops": round(rate, 1), "rows": []}
+    chosen = registry.resolve("linear_logp", torch.device("cuda"), torch.bfloat16).backend
+    print(f"{card}, torch {torch.__version__}, cuBLAS {rate:.0f} TFLOP/s, backend {chosen}")
+    compiled = None if args.no_compile else torch.compile(eager, dynamic=False)
+    for name in args.shapes.split(","):
+        tokens, hidden, vocabulary = SHAPES[name]
+        h, w, t, g = inputs(tokens, hidden, vocabulary)
+        h.requires_grad_(), w.requires_grad_()
+        unit = tokens * hidden * vocabulary / rate / 1e9
+        library = library_products(h, w)
+        print(f"\n{name} {tokens} x {hidden} x {vocabulary}: roofline 2/6/8 THV {2 * unit:.2f} / {6 * unit:.2f} / "
+              f"{8 * unit:.2f} ms; library forward {library[0]:.2f}, three products {sum(library):.2f} ms")  # fmt: skip
+        for variant, (forward, both, operations) in variants(h, w, t, g, compiled).items():
+            torch.cuda.empty_cache()
+            time.sleep(0.5)
+            row = {"shape": name, "variant": variant, "operations": operations, "library_ms": round(sum(library), 3),
+                   "library_forward_ms": round(library[0], 3), "roofline_ms": round(operations * unit, 3)}  # fmt: skip
+            both()
+            row["peak_mib"] = peak_mib(both)
+            row["both_ms"] = round(timed(both), 3)
+            row["ratio"] = round(row["both_ms"] / row["roofline_ms"], 3)
+            if forward is not None:
+                time.sleep(0.3)
+                row["forward_ms"] = round(timed(forward), 3)
+                row["forward_ratio"] = round(row["forward_ms"] / (2 * unit), 3)
+            report["rows"].append(row)
+            print(f"  {variant:28s} fwd {row.get('forward_ms', 0):8.3f} ({row.get('forward_ratio', 0):.3f})  "
+                  f"fwd+bwd {row['both_ms']:8.3f} ({row['ratio']:.3f} of {operations}THV, "
+                  f"{row['both_ms'] / sum(library):.3f} of library)  peak {row['peak_mib']:.0f} MiB")  # fmt: skip
+        del h, w, t, g
+        Path(args.out).write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
