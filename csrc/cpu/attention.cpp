@@ -32,7 +32,8 @@ std::vector<int64_t> host_index(const Tensor& t_, const char* what) {
 void check_offsets(const std::vector<int64_t>& cu, int64_t tokens, const char* what) {
   STD_TORCH_CHECK(!cu.empty() && cu[0] >= 0, "attention: ", what, " must hold B + 1 offsets from 0 on");
   for (size_t i = 1; i < cu.size(); ++i) STD_TORCH_CHECK(cu[i] >= cu[i - 1], "attention: ", what, " must not decrease");
-  STD_TORCH_CHECK(cu.back() <= tokens, "attention: ", what, " ends at ", cu.back(), " but there are ", tokens, " tokens");
+  STD_TORCH_CHECK(cu.back() <= tokens, "attention: ", what, " ends at ", cu.back(), " but there are ", tokens,
+                  " tokens");
 }
 
 // [T, h, D] with contiguous D and any other strides.
@@ -174,7 +175,9 @@ std::vector<Item> work_items(const std::vector<int64_t>& cu_q) {
   std::vector<Item> items;
   for (size_t b = 0; b + 1 < cu_q.size(); ++b) {
     const int64_t n = cu_q[b + 1] - cu_q[b];
-    for (int64_t first = 0; first < n; first += kQueries) items.push_back({int64_t(b), first, std::min(kQueries, n - first)});
+    for (int64_t first = 0; first < n; first += kQueries) {
+      items.push_back({int64_t(b), first, std::min(kQueries, n - first)});
+    }
   }
   return items;
 }
@@ -215,7 +218,8 @@ std::tuple<Tensor, Tensor> varlen_forward(const Tensor& q_, const Tensor& k_, co
     const T *pq = data<T>(q), *pk = data<T>(k), *pv = data<T>(v);
     T* po = data<T>(out);
     float* pl = data<float>(lse);
-    const int64_t qs = q.stride(0), qh = q.stride(1), ks = k.stride(0), kh = k.stride(1), vs = v.stride(0), vh = v.stride(1);
+    const int64_t qs = q.stride(0), qh = q.stride(1), ks = k.stride(0), kh = k.stride(1);
+    const int64_t vs = v.stride(0), vh = v.stride(1);
     const double cost = pairs * double(group * (d + 16)) / double(items.size() + 1) / 2.0;
     parallel_for(int64_t(items.size()) * kv_heads, cost, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
@@ -245,7 +249,8 @@ Tensor paged_forward(const Tensor& q_, const Tensor& k, const Tensor& v, const T
   check_heads(q, k, v, kv_heads);
   check_offsets(cu_q, t, "cu_seqlens_q");
   STD_TORCH_CHECK(table.scalar_type() == ScalarType::Int, "attention: block_table must be int32");
-  STD_TORCH_CHECK(k.stride(3) == 1 && v.stride(3) == 1, "attention: the last dimension of the caches must be contiguous");
+  STD_TORCH_CHECK(k.stride(3) == 1 && v.stride(3) == 1,
+                  "attention: the last dimension of the caches must be contiguous");
   STD_TORCH_CHECK(lens.size() + 1 == cu_q.size() && table.size(0) >= int64_t(lens.size()),
                   "attention: seq_lens [B], cu_seqlens_q [B + 1] and block_table [B, pages] must agree");
   const int32_t* pages = data<int32_t>(table);
@@ -360,7 +365,8 @@ std::tuple<Tensor, Tensor, Tensor> varlen_backward(const Tensor& dout_, const Te
     const T *pq = data<T>(q), *pk = data<T>(k), *pv = data<T>(v), *pdo = data<T>(dout), *po = data<T>(out);
     const float* pl = data<float>(lse);
     T *pdq = data<T>(dq), *pdk = data<T>(dk), *pdv = data<T>(dv);
-    const int64_t qs = q.stride(0), qh = q.stride(1), ks = k.stride(0), kh = k.stride(1), vs = v.stride(0), vh = v.stride(1);
+    const int64_t qs = q.stride(0), qh = q.stride(1), ks = k.stride(0), kh = k.stride(1);
+    const int64_t vs = v.stride(0), vh = v.stride(1);
     const double cost = pairs * double(group * (d + 16)) / double(sequences + 1);
     parallel_for(sequences * kv_heads, cost, [&](int64_t begin, int64_t end) {
       std::vector<float> buffer;
@@ -378,7 +384,8 @@ std::tuple<Tensor, Tensor, Tensor> varlen_backward(const Tensor& dout_, const Te
         }
         const int64_t at = (q0 * heads + h * group) * d;
         backward_head(pq + q0 * qs + h * group * qh, pdo + at, po + at, pl + q0 * heads + h * group, rows.data(),
-                      rows.data() + keys, n, keys - n, group, d, qs, qh, heads * d, heads, float(scale), pdq + at, gk, gv);
+                      rows.data() + keys, n, keys - n, group, d, qs, qh, heads * d, heads, float(scale), pdq + at,
+                      gk, gv);
         for (int64_t j = 0; j < keys; ++j) {
           narrow(gk + j * width, d, pdk + ((k0 + j) * kv_heads + h) * d);
           narrow(gv + j * width, d, pdv + ((k0 + j) * kv_heads + h) * d);

@@ -128,7 +128,8 @@ Tensor embedding_backward(const Tensor& dy_, const Tensor& ids_, int64_t num_row
   check_index(ids, "embedding: ids");
   const int64_t t = ids.numel(), h = dy.size(1);
   Tensor dw = torch::stable::new_zeros(dy, {num_rows, h});
-  Tensor acc = dy.scalar_type() == ScalarType::Float ? dw : torch::stable::new_zeros(dy, {num_rows, h}, ScalarType::Float);
+  Tensor acc = dw;  // fp32 sums: the result itself, or a buffer
+  if (dy.scalar_type() != ScalarType::Float) acc = torch::stable::new_zeros(dy, {num_rows, h}, ScalarType::Float);
   dispatch(dy.scalar_type(), "embedding gradient", [&](auto dt) {
     using T = decltype(dt);
     const T* pdy = data<T>(dy);

@@ -1,4 +1,4 @@
-// Matrix products C[m, n] = reduction over r of A(m, r) * B(r, n) in a fixed order, used by linear forward and backward.
+// Matrix products C[m, n] = reduction over r of A(m, r) * B(r, n) in a fixed order: linear forward and backward.
 //
 // The order is a list of leaves; a leaf is one accumulator that takes its runs of r ascending with fma from +0.0, and
 // the leaves of an output merge in the balanced tree. dot16 is the case of 16 leaves a segment with step 16; the axpy
@@ -63,7 +63,8 @@ constexpr int kMaxLevels = 8;  // 16 lanes x 8 segments = 128 leaves
 
 // One tile of MR x 16 outputs. `a` points at A(m0, 0); `panel` is packed in the order of traversal, 16 columns a row.
 template <int MR>
-inline void tile(const float* a, int64_t stride_m, int64_t stride_r, const float* panel, const Order& order, float* out) {
+inline void tile(const float* a, int64_t stride_m, int64_t stride_r, const float* panel, const Order& order,
+                 float* out) {
   alignas(32) float stack[kMaxLevels][MR * kTileN];
   const int leaves = order.leaves();
   int run = 0;

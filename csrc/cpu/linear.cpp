@@ -77,7 +77,9 @@ void few_rows(const X* x, const T* w, int64_t m, int64_t n, int64_t k, int64_t s
   });
 }
 
-ScalarType output_type(std::optional<ScalarType> asked, const Tensor& like) { return asked.value_or(like.scalar_type()); }
+ScalarType output_type(std::optional<ScalarType> asked, const Tensor& like) {
+  return asked.value_or(like.scalar_type());
+}
 
 // x [M, K], weight [N, K] -> [M, N]
 Tensor linear_forward(const Tensor& x_, const Tensor& weight_, int64_t segments, std::optional<ScalarType> out_dtype) {

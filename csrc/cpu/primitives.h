@@ -143,7 +143,7 @@ RLK_INLINE __m128 trees8(V8 a, V8 b, V8 c, V8 d) {
 RLK_INLINE float tree32(const float* p) { return tree4(trees8(load8(p), load8(p + 8), load8(p + 16), load8(p + 24))); }
 RLK_INLINE float tree128(const float* p) {
   __m128 s[4];
-  for (int i = 0; i < 4; ++i) s[i] = trees8(load8(p + 32 * i), load8(p + 32 * i + 8), load8(p + 32 * i + 16), load8(p + 32 * i + 24));
+  for (int i = 0; i < 4; ++i, p += 32) s[i] = trees8(load8(p), load8(p + 8), load8(p + 16), load8(p + 24));
   return tree16({_mm256_set_m128(s[1], s[0])}, {_mm256_set_m128(s[3], s[2])});
 }
 // Any length; n = 0 gives +0.0.

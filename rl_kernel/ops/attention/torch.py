@@ -60,8 +60,8 @@ def varlen_backward(
     grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, keys in _spans(cu_q, cu_k):
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q[rows], k[keys], v[keys])]
-            found = torch.autograd.grad(_sequence(*leaves, scale), leaves, dout[rows])
+            a, b, c = (x.detach().requires_grad_() for x in (q[rows], k[keys], v[keys]))
+            found = torch.autograd.grad(_sequence(a, b, c, scale), (a, b, c), dout[rows])
         for grad, part, span in zip(grads, found, (rows, keys, keys)):
             grad[span] = part
     return grads
