@@ -429,11 +429,25 @@ class MegatronEngine:
 
     # Other -----------------------------------------------------------------------------------------------------------
 
+    def _contract(self) -> str | None:
+        """Fingerprint of what the modules compute; None where nothing promises its bits (``fast``, ``native``)."""
+        if self.mode not in ("strict", "audit"):
+            return None
+        from recipes.engines.megatron_layers import options_of
+
+        dtypes = {param.dtype for param in self.model.parameters()}
+        if len(dtypes) != 1:
+            raise EngineError(f"parameters of {', '.join(map(str, dtypes))}", where="model", fix="Use one dtype.")
+        return rl_kernel.fingerprint(
+            rl_kernel.platform.family_of(self.device),
+            virtual_tp=options_of(self.model.config).segments,
+            model_dtype=str(dtypes.pop()).removeprefix("torch."),
+        )
+
     def info(self) -> dict[str, Any]:
         """Versions, layout, contract and resolved backends, for the manifest."""
         import megatron.core
 
-        family = rl_kernel.platform.family_of(self.device) if self.strict else None
         return {
             "engine": "megatron-core",
             "version": megatron.core.__version__,
@@ -443,8 +457,7 @@ class MegatronEngine:
             "device": str(self.device),
             "mode": self.mode,
             "layout": self._layout(),
-            "contract": family
-            and rl_kernel.fingerprint(family, virtual_tp=self.segments, model_dtype=self.config.dtype),
+            "contract": self._contract(),
             "backends": rl_kernel.registry.resolved(),
         }
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-import rl_kernel
 from recipes.engines.types import Sample, SamplingParams
 from recipes.engines.weights import EMBEDDING, TIED_HEAD, content_hash
 from recipes.errors import ConfigError, DataError, EngineError, RecipeError, WeightSyncError
@@ -301,6 +300,13 @@ class VllmEngine:
                 )
             if not self.active and (report["replaced"] or report["sampler"]):
                 raise EngineError(f"rank {rank} replaced operators in native mode", where="consistency=native")
+            if report["contract"] != first["contract"] or self.bitwise != (report["contract"] is not None):
+                raise EngineError(
+                    f"rank {rank} was built for contract {report['contract']}, rank 0 for {first['contract']}",
+                    where=f"consistency={self.mode}",
+                    fix="Give the whole model one dtype; start every rank with the same settings.",
+                )
+        self.contract: str | None = first["contract"]
         self.tensors: dict[str, tuple[tuple[int, ...], str]] = first["tensors"]
         self.replaced: dict[str, int] = first["replaced"]
         self.device = torch.device(first["device"])
@@ -553,7 +559,8 @@ class VllmEngine:
         """Versions, mode, contract, replaced layers, backends and counters, for the manifest."""
         import vllm
 
-        found: dict[str, Any] = {
+        ranks = self._rpc("rl_kernel_backends") if self.active else [({}, 0)]
+        return {
             "engine": "vllm",
             "vllm": vllm.__version__,
             "torch": torch.__version__,
@@ -562,22 +569,16 @@ class VllmEngine:
             "dtype": self.model.dtype,
             "tensor_parallel_size": self.rollout.tensor_parallel_size,
             "virtual_tp": self.virtual_tp,
-            "contract": None,
+            "contract": self.contract,
             "replaced": dict(self.replaced),
-            "backends": self._rpc("rl_kernel_backends")[0] if self.active else {},
+            "backends": ranks[0][0],
+            "fallback_count": sum(count for _, count in ranks),
             "weight_version": self.weight_version,
             "weight_hash": self.weight_hash,
             "generated_tokens": self._generated["tokens"],
             "generate_seconds": round(self._generated["seconds"], 3),
             **self._counters(),
         }
-        if self.active:
-            from rl_kernel.platform import family_of
-
-            found["contract"] = rl_kernel.fingerprint(
-                family_of(self.device), virtual_tp=self.virtual_tp, model_dtype=self.model.dtype
-            )
-        return found
 
     def _counters(self) -> dict[str, int]:
         wanted = {

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import rl_kernel
 from recipes.engines import vllm as plugin
 from recipes.engines.vllm_layers import audit_model, require
 
@@ -212,6 +213,17 @@ def _load_stock(model: Any, runner: Any, named: dict[str, torch.Tensor]) -> None
         module.quant_method.process_weights_after_loading(module)
 
 
+def _contract(model: torch.nn.Module) -> str | None:
+    """Fingerprint of what the layers of this worker compute; None unless all were built for one bitwise contract."""
+    settings: set[Any] = {module.rl_kernel for module in model.modules() if hasattr(module, "rl_kernel")}
+    dtypes = {param.dtype for param in model.parameters()}
+    if len(settings) != 1 or len(dtypes) != 1 or next(iter(settings)).mode not in plugin.BITWISE_MODES:
+        return None
+    family = rl_kernel.platform.family_of(next(model.parameters()).device)
+    dtype = str(next(iter(dtypes))).removeprefix("torch.")
+    return rl_kernel.fingerprint(family, virtual_tp=next(iter(settings)).virtual_tp, model_dtype=dtype)
+
+
 class WorkerExtension:
     """Methods that vLLM adds to its worker class; the engine calls them on every rank."""
 
@@ -231,13 +243,14 @@ class WorkerExtension:
             "stock": stock,
             "sampler": getattr(sampler, "rl_kernel", None) is not None,
             "device": str(next(model.parameters()).device),
+            "contract": _contract(model),
         }
 
-    def rl_kernel_backends(self) -> dict[str, str]:
-        """Backends that rl_kernel resolved in this worker."""
+    def rl_kernel_backends(self) -> tuple[dict[str, str], int]:
+        """Backends that rl_kernel resolved in this worker, and how many choices passed over a preferred one."""
         from rl_kernel import registry
 
-        return registry.resolved()
+        return registry.resolved(), registry.fallback_count()
 
     def rl_kernel_load(self, named: dict[str, torch.Tensor], strict: bool) -> list[str]:
         """Load full tensors under Hugging Face names; returns what is wrong afterwards, empty when nothing is.

@@ -132,6 +132,7 @@ def head(rank: int, port: int, case: Case) -> dict[str, Any]:
         "vocab": found.global_vocab_size,
         "padded": found.padded_vocab_size,
         "ranks": found.tp_group.size(),
+        "segments": found.grad_segments,
         "tied": tied,
         "zero_padding": not bool(found.weight[max(0, found.global_vocab_size - found.vocab_start_index) :].any()),
     }

@@ -240,6 +240,7 @@ def test_lm_head(tied: bool) -> None:
             "vocab": VOCAB,
             "padded": 512,
             "ranks": 2,
+            "segments": 2,
             "tied": tied,
             "zero_padding": True,
         }
