@@ -49,7 +49,7 @@ def extension_modules() -> tuple[list, dict]:
 
     # -ffp-contract=off: the contract names every fma, the compiler may add none.
     flags = ["-O3", "-std=c++20", "-ffp-contract=off", "-fno-fast-math", "-mavx2", "-mfma", "-fvisibility=hidden"]
-    macros = [("TORCH_TARGET_VERSION", "0x020b000000000000"), ("Py_LIMITED_API", "0x030b0000")]
+    macros = [("TORCH_TARGET_VERSION", "0x020b000000000000")]  # py_limited_api=True adds Py_LIMITED_API
     modules = [
         cpp_extension.CppExtension(
             "rl_kernel._C",
