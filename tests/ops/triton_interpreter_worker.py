@@ -1,0 +1,261 @@
+"""Runs the Triton kernels of one group on the CPU through Triton's interpreter; prints one JSON object of findings.
+
+A process of its own, because the interpreter is chosen by an environment variable when a kernel is decorated. The
+interpreter neither rounds to bfloat16 as hardware does nor multiplies bfloat16 matrices: both are replaced here, so
+what is tested is the kernels' logic (indices, masks, order of merges), not hardware arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import importlib
+import json
+import sys
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+
+from rl_kernel import triton_utils
+
+BF16 = torch.bfloat16
+torch.set_num_threads(1)
+torch.manual_seed(0)
+np.seterr(all="ignore")
+
+_convert, _dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+
+def _round(x, source, target, mode):
+    if source == tl.float32 and target == tl.bfloat16:
+        bits = torch.from_numpy(np.ascontiguousarray(x)).to(BF16).view(torch.int16)
+        return bits.numpy().view(np.uint16)
+    return _convert(x, source, target, mode)
+
+
+def _wide(x):
+    if x.dtype.scalar != tl.bfloat16:
+        return x
+    return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+interpreter._convert_float = _round
+interpreter.InterpreterBuilder.create_dot = lambda self, a, b, d, *rest: _dot(self, _wide(a), _wide(b), d, *rest)
+
+
+def backend(op):
+    return importlib.import_module(f"rl_kernel.ops.{op}.triton")
+
+
+def randn(*shape, dtype=BF16):
+    return torch.randn(*shape).to(dtype)
+
+
+def error(value, exact):
+    """Largest error relative to the largest magnitude."""
+    return float((value.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30))
+
+
+def same(a, b):
+    return bool(torch.equal(a, b))
+
+
+def elementwise():
+    norm, rope, swiglu, embedding = (backend(name) for name in ("rms_norm", "rope", "swiglu", "embedding"))
+    found = {}
+    x, r, w = randn(5, 96), randn(5, 96), randn(96)
+    y, out, rstd = norm.forward(x, w, 1e-6, r)
+    found["rms_norm residual"] = same(out, (x.float() + r.float()).to(BF16))
+    s = out.double().requires_grad_()
+    exact = s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-6) * w.double()
+    found["rms_norm error"] = error(y, exact.detach())
+    dy, dres = randn(5, 96), randn(5, 96)
+    exact.backward(dy.double())
+    dx, _ = norm.backward(dy, dres, out, w, rstd)
+    found["rms_norm backward error"] = error(dx, s.grad + dres.double())
+    with triton_utils.override_launch("rms_norm", {"block": 512, "warps": 1}):
+        found["rms_norm rows"] = same(norm.forward(x[2:], w, 1e-6, r[2:])[0], y[2:])
+    q = randn(4, 3 * 32 + 8)[:, :96].view(4, 3, 32)
+    position, cache, head = torch.tensor([3, 0, 7, 1]), torch.randn(16, 32), randn(32)
+    c, sn = cache[position, None, :16], cache[position, None, 16:]
+    a, b = q[..., :16].float(), q[..., 16:].float()
+    found["rope"] = same(rope.forward(q, position, cache), torch.cat([a * c - b * sn, b * c + a * sn], -1).to(BF16))
+    normed = norm.forward(q, head, 1e-6)[0]
+    fused = rope.norm_forward(q, head, 1e-6, position, cache)
+    found["norm and rope fused"] = same(fused, rope.forward(normed, position, cache))
+    g = randn(3, 80)
+    exact_in = g.double().requires_grad_()
+    exact = torch.nn.functional.silu(exact_in[:, :40]) * exact_in[:, 40:]
+    found["swiglu error"] = error(swiglu.forward(g), exact.detach())
+    dy = randn(3, 40)
+    exact.backward(dy.double())
+    found["swiglu backward error"] = error(swiglu.backward(dy, g), exact_in.grad)
+    table, ids = randn(20, 24), torch.tensor([3, 3, 19, 0, 7, 3])
+    parts = [embedding.forward(ids, table[i : i + 10], i) for i in (0, 10)]
+    found["embedding"] = same(embedding.forward(ids, table), table[ids])
+    found["embedding shards"] = same(parts[0] + parts[1], table[ids])
+    dy = randn(6, 24)
+    found["embedding backward error"] = error(
+        embedding.backward(dy, ids, 20), torch.zeros(20, 24).index_add_(0, ids, dy.float()).double()
+    )
+    from rl_kernel.ops.collectives import reference, triton
+
+    parts = torch.randn(5, 300)
+    found["reduce_parts"] = same(triton.reduce_parts(parts, BF16), reference.reduce_parts(parts, BF16))
+    return found
+
+
+def linear():
+    op = backend("linear")
+    found = {}
+    x, w = randn(5, 256), randn(40, 256)
+    row = {"BM": 16, "BN": 32, "BK": 32, "warps": 4, "stages": 1, "swap": 0, "group": 4, "split": 0}
+    for segments in (1, 2, 8):
+        exact = x.double() @ w.double().t()
+        for split, swap in ((0, 0), (1, 1)) if segments < 8 else ((1, 0), (0, 1)):
+            chosen = {**row, "split": split, "swap": swap}
+            with (
+                triton_utils.override_launch("linear", chosen),
+                triton_utils.override_launch("linear_segments", chosen),
+            ):
+                y = op.matmul(x, w, segments=segments, out_dtype=torch.float32)
+                found[f"matmul error S={segments} split={split} swap={swap}"] = error(y, exact)
+    with triton_utils.override_launch("linear", row), triton_utils.override_launch("wgrad", row):
+        dy, w = randn(5, 48), randn(48, 40)
+        exact = dy.double() @ w.double()
+        found["dgrad error"] = error(op.dgrad(dy, w, out_dtype=torch.float32), exact)
+        with triton_utils.override_launch("linear_segments", row):
+            y = op.dgrad(dy, w, segments=2, parts=2, out_dtype=torch.float32)
+        found["dgrad parts error"] = error(y, exact)
+        x = randn(5, 40)
+        found["wgrad error"] = error(op.wgrad(dy, x, out_dtype=torch.float32), dy.double().t() @ x.double())
+        start = torch.randn(5, 40)
+        # Which k the products see, in order: column k of the left operand holds k (exact in bf16 up to 256).
+        order: list[int] = []
+        multiply = interpreter.InterpreterBuilder.create_dot
+
+        def watched(self, a, b, d, *rest):
+            order.extend(_wide(a).data[0].astype(int).tolist())
+            return multiply(self, a, b, d, *rest)
+
+        interpreter.InterpreterBuilder.create_dot = watched
+        counting = torch.arange(256).to(BF16).expand(8, 256).contiguous()
+        op.matmul(counting, randn(32, 256))
+        found["k ascends"] = order == list(range(256))
+        order.clear()
+        with triton_utils.override_launch("linear_segments", row):
+            op.dgrad(counting, randn(256, 32), segments=2, parts=2)
+        found["k ascends in segments of two parts"] = order == [
+            *range(64), *range(128, 192), *range(64, 128), *range(192, 256)
+        ]  # fmt: skip
+        interpreter.InterpreterBuilder.create_dot = multiply
+        fresh = op.product(dy, w, torch.empty(5, 40))
+        found["add is one addition"] = same(op.add_product(dy, w, start.clone()), start + fresh)
+    return found
+
+
+def _exact_attention(q, k, v, cu_q, cu_k):
+    parts = []
+    for i in range(len(cu_q) - 1):
+        if cu_q[i] == cu_q[i + 1]:
+            continue
+        group = q.shape[1] // k.shape[1]
+        a = q[cu_q[i] : cu_q[i + 1]]
+        b, c = (x[cu_k[i] : cu_k[i + 1]].repeat_interleave(group, 1) for x in (k, v))
+        s = torch.einsum("qhd,khd->hqk", a, b) * q.shape[-1] ** -0.5
+        mask = torch.ones(s.shape[1:], dtype=torch.bool).tril(s.shape[2] - s.shape[1])
+        parts.append(torch.einsum("hqk,khd->qhd", s.masked_fill(~mask, -torch.inf).softmax(-1), c))
+    return torch.cat(parts)
+
+
+def attention():
+    op = backend("attention")
+    found = {}
+    cu_q = torch.tensor([0, 5, 5, 27], dtype=torch.int32)
+    cu_k = torch.tensor([0, 140, 140, 170], dtype=torch.int32)
+    q, k, v = randn(27, 4, 16), randn(170, 2, 16), randn(170, 2, 16)
+    small = {"BM": 16, "warps": 4, "stages": 1}
+    with triton_utils.override_launch("attention", small):
+        out, lse = op.varlen_forward(q, k, v, cu_q, cu_k)
+        exact_in = [x.double().requires_grad_() for x in (q, k, v)]
+        exact = _exact_attention(*exact_in, cu_q, cu_k)
+        found["forward error"] = error(out, exact.detach())
+        lens = cu_k[1:] - cu_k[:-1]
+        page, order = 16, torch.randperm(16)
+        caches = torch.full((2, 16, page, 2, 16), float("nan"), dtype=BF16)
+        table = torch.zeros((3, 9), dtype=torch.int32)
+        used = 0
+        for i in range(3):
+            for j in range(-(-int(lens[i]) // page)):
+                table[i, j] = order[used]
+                begin = int(cu_k[i]) + j * page
+                n = min(page, int(lens[i]) - j * page)
+                caches[0, order[used], :n], caches[1, order[used], :n] = k[begin : begin + n], v[begin : begin + n]
+                used += 1
+        for split in (True, False):
+            got = op.paged_forward(q, caches[0], caches[1], table, cu_q, lens, split=split)
+            found[f"paged equals packed, split {split}"] = same(got, out)
+        one = torch.tensor([0, 1], dtype=torch.int32)
+        got = op.paged_forward(q[2:3], caches[0], caches[1], table[:1], one, lens[:1] - 2, split=True)
+        found["decode equals packed"] = same(got, out[2:3])
+    dout = randn(27, 4, 16)
+    exact.backward(dout.double())
+    tile = {"BM": 16, "BN": 32, "warps": 4, "stages": 1}
+    with triton_utils.override_launch("attention_dkdv", tile), triton_utils.override_launch("attention_dq", tile):
+        grads = op.varlen_backward(dout, q, k, v, out, lse, cu_q, cu_k)
+    for name, own, x in zip("qkv", grads, exact_in):
+        found[f"d{name} error"] = error(own, x.grad)
+    return found
+
+
+def logp():
+    op, fused, matmul = backend("logp"), backend("linear_logp"), backend("linear")
+    from rl_kernel.ops.linear_logp import tiles
+
+    found = {}
+    t, h, columns = 6, 32, 300
+    hidden, weight = randn(t, h), randn(384, h) * 0.3
+    temperature, target = torch.tensor([0.7, 1, 1.3, 1, 2, 0.5]), torch.tensor([5, -1, 249, 299, 0, 128])
+    tiles.VOCAB_BLOCK, tiles._tile_columns = 256, lambda tokens: 128
+    row = {"BM": 16, "BN": 128, "BK": 32, "warps": 4, "stages": 1, "swap": 0, "group": 4, "split": 0}
+    with (
+        triton_utils.override_launch("linear", row),
+        triton_utils.override_launch("wgrad", row),
+        triton_utils.override_launch("logp", {"leaves": 2, "warps": 1}),
+    ):
+        stats, z = fused.leaf_stats(hidden, weight, temperature, target, columns)
+        logits = matmul.matmul(hidden, weight, out_dtype=torch.float32)
+        found["leaves of linear_logp equal those of logp"] = same(stats, op.leaf_stats(logits, temperature, columns))
+        found["target logits"] = same(z, op.target_logits(logits, temperature, target))
+        m, out = op.whole_rows(stats, z)
+        nodes = op.tree_nodes(stats, m, [(0, 2), (2, 3)], 2)
+        found["subtrees finish the same tree"] = same(op.finish(nodes, [(0, 1)], 0, m, z), out)
+        exact_in = [x.double().requires_grad_() for x in (hidden, weight)]
+        scaled = (exact_in[0] @ exact_in[1][:columns].t()) / temperature.double()[:, None]
+        lp = scaled.log_softmax(-1)
+        entropy = -(lp.exp() * lp).sum(-1)
+        rows = torch.tensor([0, 2, 3, 4, 5])
+        picked = lp.gather(1, target.clamp(min=0)[:, None])[:, 0]
+        found["logp error"] = error(out[0][rows], picked[rows].detach())
+        found["entropy error"] = error(out[2], entropy.detach())
+        state = torch.stack([m, out[3], out[2]])
+        full = op.log_softmax(logits, temperature, state[:2], columns)
+        found["log_softmax column"] = same(full.gather(1, target.clamp(min=0)[:, None])[rows, 0], out[0][rows])
+        grads = torch.randn(3, t)
+        grads[0, 1] = 0
+        loss = (grads[0] * picked).sum() + (grads[1] * scaled.logsumexp(-1)).sum() + (grads[2] * entropy).sum()
+        loss.backward()
+        dh, dw = fused.backward(hidden, weight, temperature, target, state, grads, [(0, 192), (192, 300)])
+        found["dH error"], found["dW error"] = error(dh, exact_in[0].grad), error(dw, exact_in[1].grad)
+        found["padding has no gradient"] = same(dw[columns:], torch.zeros_like(dw[columns:]))
+    return found
+
+
+if __name__ == "__main__":
+    print(
+        json.dumps({"elementwise": elementwise, "linear": linear, "attention": attention, "logp": logp}[sys.argv[1]]())
+    )
