@@ -61,6 +61,25 @@ def _plain(info: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps({**facts, **info}, default=str))  # an engine with worker processes knows better
 
 
+Plain = dict[str, tuple[str, tuple[int, ...], np.ndarray]]  # name -> dtype, shape, bytes
+
+
+def to_plain(named: dict[str, torch.Tensor]) -> Plain:
+    """Tensors as arrays. Megatron changes how its process pickles tensors: whoever reads them would import it."""
+    return {
+        name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), t.contiguous().view(-1).view(torch.uint8).numpy())
+        for name, t in named.items()
+    }
+
+
+def from_plain(plain: Plain) -> dict[str, torch.Tensor]:
+    """The inverse of :func:`to_plain`, in memory of its own (Ray's arrays are read-only)."""
+    return {
+        name: torch.from_numpy(data.copy()).view(getattr(torch, dtype)).view(shape)
+        for name, (dtype, shape, data) in plain.items()
+    }
+
+
 class RolloutActor:
     """One rollout engine."""
 
@@ -82,9 +101,9 @@ class RolloutActor:
         """Responses to ``prompts``, ``params.n`` each; one seed per response, prompt by prompt."""
         return self.engine.generate(prompts, params, seeds, weight_version=version)
 
-    def update_weights(self, named: dict[str, torch.Tensor], version: int) -> str:
+    def update_weights(self, plain: Plain, version: int) -> str:
         """Replace all weights, reset the prefix cache, return the content hash of what the engine then holds."""
-        return self.engine.update_weights(named, version)
+        return self.engine.update_weights(from_plain(plain), version)
 
     def shutdown(self) -> None:
         """Stop the engine and its worker processes."""
@@ -151,12 +170,12 @@ class TrainActor:
         step = engine.optimizer_step()
         return {**(totals if self.speaks else {}), **{f"{role}/{key}": float(value) for key, value in step.items()}}
 
-    def export(self) -> tuple[dict[str, torch.Tensor], str] | None:
+    def export(self) -> tuple[Plain, str] | None:
         """Full weights under Hugging Face names and their content hash, on rank 0; every rank must call it."""
         from recipes.engines.weights import content_hash
 
         weights = self.engines["policy"].export_hf_weights()
-        return (weights, content_hash(weights)) if self.rank == 0 else None
+        return (to_plain(weights), content_hash(weights)) if self.rank == 0 else None
 
     def save(self, folder: str) -> None:
         """Write the state of every trained model."""
