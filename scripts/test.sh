@@ -15,6 +15,8 @@ step "lint and types"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy rl_kernel recipes
+step "environment (tests skip what is not installed: here nothing may be missing)"
+"$python" -m recipes.doctor --quick
 step "tests"
 "$python" -m pytest -q -m "not gpu" --durations=15
 step "done"

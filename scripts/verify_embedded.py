@@ -128,6 +128,10 @@ def verdict(run: Run, result: dict[str, Any]) -> str:
         return f"FAIL: {result['mismatches']} mismatches"
     if not run.strict and not result["mismatches"]:
         return "FAIL: the stock control shows no mismatch"
+    if run.strict and run.steps >= 200 and result["active_tokens"] < 200_000:
+        return f"FAIL: {result['active_tokens']} compared tokens are fewer than 200,000"
+    if result["peak_gib"] > 6:
+        return f"FAIL: {result['peak_gib']} GiB are more than 6"
     if run.learns and not result["reward_last"] > result["reward_first"]:
         return "FAIL: the reward does not rise"
     if run.falls and not result["falls_last"] < result["falls_first"]:
