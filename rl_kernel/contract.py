@@ -215,7 +215,10 @@ def _ops(family: str, virtual_tp: int, dtype: str, attention: str) -> dict[str, 
             )
             + "; segments, then ranks, in one balanced binary tree",
             precision=f"dlogits {dtype}, fp32 accumulators",
-            rounding=f"dlogits once to {dtype}; dH once to {dtype}; dW once or accumulated in fp32",
+            rounding=(
+                ("" if family == "cpu" else f"exp(logit - leaf maximum) once to {dtype}; ")
+                + f"dlogits once to {dtype}; dH once to {dtype}; dW once or accumulated in fp32"
+            ),
             primitives=(*dot, exp),
             parameters={"segments": virtual_tp, "leaf": VOCAB_LEAF}
             | ({} if family == "cpu" else {"vocab_block": VOCAB_BLOCK}),

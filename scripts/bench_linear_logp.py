@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo
 
 from rl_kernel import registry
 from rl_kernel.ops.linear_logp import linear_logp, sm90
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--rest", type=float, default=1.0, help="seconds of idling before each measurement")
     args = parser.parse_args()
     rate = cublas_rate()
     card = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
@@ -154,6 +156,7 @@ def main() -> None:
     report = {"card": card, "torch": torch.__version__, "cublas_tflops": round(rate, 1), "rows": []}
     chosen = registry.resolve("linear_logp", torch.device("cuda"), torch.bfloat16).backend
     print(f"{card}, torch {torch.__version__}, cuBLAS {rate:.0f} TFLOP/s, backend {chosen}")
+    torch._dynamo.config.recompile_limit = 64
     compiled = None if args.no_compile else torch.compile(eager, dynamic=False)
     for name in args.shapes.split(","):
         tokens, hidden, vocabulary = SHAPES[name]
@@ -165,15 +168,16 @@ def main() -> None:
               f"{8 * unit:.2f} ms; library forward {library[0]:.2f}, three products {sum(library):.2f} ms")  # fmt: skip
         for variant, (forward, both, operations) in variants(h, w, t, g, compiled).items():
             torch.cuda.empty_cache()
-            time.sleep(0.5)
             row = {"shape": name, "variant": variant, "operations": operations, "library_ms": round(sum(library), 3),
                    "library_forward_ms": round(library[0], 3), "roofline_ms": round(operations * unit, 3)}  # fmt: skip
-            both()
+            both()  # compiles
             row["peak_mib"] = peak_mib(both)
+            time.sleep(args.rest)  # the same rest for all: a hot card runs slower
             row["both_ms"] = round(timed(both), 3)
             row["ratio"] = round(row["both_ms"] / row["roofline_ms"], 3)
             if forward is not None:
-                time.sleep(0.3)
+                forward()
+                time.sleep(args.rest)
                 row["forward_ms"] = round(timed(forward), 3)
                 row["forward_ratio"] = round(row["forward_ms"] / (2 * unit), 3)
             report["rows"].append(row)

@@ -79,7 +79,7 @@ void gradients_of(Rows& rows, const Tensor& state, const Tensor& grads, int64_t 
   rows.grads = floats(grads, "grads");
 }
 
-void statistics_op(Tensor hidden, Tensor weight, Tensor targets, Tensor temperatures, int64_t columns, Tensor counter,
+void statistics_op(Tensor hidden, Tensor weight, Tensor targets, Maybe temperatures, int64_t columns, Tensor counter,
                    Tensor stats, Tensor target_logit, Maybe kept) {
   const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
   const int64_t tokens = hidden.size(0);
@@ -90,7 +90,7 @@ void statistics_op(Tensor hidden, Tensor weight, Tensor targets, Tensor temperat
              kept.has_value() ? matrix(*kept, "kept") : Matrix{}, counter_of(counter), stream_of(hidden));
 }
 
-void recompute_op(Tensor hidden, Tensor weight, Tensor targets, Tensor temperatures, int64_t start, int64_t columns,
+void recompute_op(Tensor hidden, Tensor weight, Tensor targets, Maybe temperatures, int64_t start, int64_t columns,
                   Tensor counter, Tensor state, Tensor grads, Tensor dlogits) {
   const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
   const int64_t tokens = hidden.size(0);
@@ -100,7 +100,7 @@ void recompute_op(Tensor hidden, Tensor weight, Tensor targets, Tensor temperatu
             stream_of(hidden));
 }
 
-void gradient_op(Tensor kept, Tensor targets, Tensor temperatures, Tensor stats, Tensor state, Tensor grads,
+void gradient_op(Tensor kept, Tensor targets, Maybe temperatures, Tensor stats, Tensor state, Tensor grads,
                  Tensor table) {
   const torch::stable::accelerator::DeviceGuard guard(kept.get_device_index());
   const int64_t tokens = kept.size(0);
@@ -166,7 +166,7 @@ void finish_op(Tensor nodes, Tensor merges, int64_t root, Tensor m, Tensor targe
          nodes.size(2), stream_of(nodes));
 }
 
-void logits_op(Tensor logits, Maybe targets, Tensor temperatures, int64_t columns, Tensor stats, Maybe target_logit) {
+void logits_op(Tensor logits, Maybe targets, Maybe temperatures, int64_t columns, Tensor stats, Maybe target_logit) {
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   const int64_t tokens = logits.size(0);
   Rows rows = rows_of(targets, temperatures, 0, columns, tokens);
@@ -190,13 +190,13 @@ void log_op(Tensor x, Tensor y) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
   m.def(
-      "sm90_statistics(Tensor hidden, Tensor weight, Tensor targets, Tensor temperatures, int columns,"
+      "sm90_statistics(Tensor hidden, Tensor weight, Tensor targets, Maybe temperatures, int columns,"
       " Tensor(a!) counter, Tensor(b!) stats, Tensor(c!) target_logit, Tensor(d!)? kept) -> ()");
   m.def(
-      "sm90_recompute(Tensor hidden, Tensor weight, Tensor targets, Tensor temperatures, int start, int columns,"
+      "sm90_recompute(Tensor hidden, Tensor weight, Tensor targets, Tensor? temperatures, int start, int columns,"
       " Tensor(a!) counter, Tensor state, Tensor grads, Tensor(b!) dlogits) -> ()");
   m.def(
-      "sm90_gradient_(Tensor(a!) kept, Tensor targets, Tensor temperatures, Tensor stats, Tensor state, Tensor grads,"
+      "sm90_gradient_(Tensor(a!) kept, Tensor targets, Tensor? temperatures, Tensor stats, Tensor state, Tensor grads,"
       " Tensor(b!) table) -> ()");
   m.def(
       "sm90_backward(Tensor dlogits, Tensor weight, Tensor hidden, Tensor(a!) counter, int first_column, int columns,"
@@ -207,7 +207,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
   m.def(
       "sm90_finish(Tensor(a!) nodes, Tensor merges, int root, Tensor m, Tensor target_logit, Tensor(b!) out) -> ()");
   m.def(
-      "sm90_logits_statistics(Tensor logits, Tensor? targets, Tensor temperatures, int columns, Tensor(a!) stats,"
+      "sm90_logits_statistics(Tensor logits, Tensor? targets, Tensor? temperatures, int columns, Tensor(a!) stats,"
       " Tensor(b!)? target_logit) -> ()");
   m.def("sm90_exp(Tensor x, Tensor(a!) y) -> ()");
   m.def("sm90_log(Tensor x, Tensor(a!) y) -> ()");

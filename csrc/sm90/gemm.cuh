@@ -49,7 +49,7 @@ struct Vocabulary {
   int keep;               // write bf16 exp(z - leaf_max)
   int64_t start;          // subtracted from targets
   const int64_t* targets;                                // [M]
-  const float* temperatures;                             // [M]
+  const float* temperatures;                             // [M], or null for 1
   float *leaf_max, *leaf_sum, *leaf_mean, *target_logit;  // [M, leaves] and [M]
   const float *state, *grads;                            // [3, M]
 };
@@ -253,8 +253,8 @@ __device__ __forceinline__ void vocabulary_epilogue(
     row[h] = tile.m + warp_row + quad + 8 * h;
     const bool inside = row[h] < rows;
     const int64_t column = inside ? v.targets[row[h]] - v.start - tile.n : -1;
-    hit[h] = column >= 0 && column < kTileN ? static_cast<int>(column) : -1;
-    temperature[h] = inside ? v.temperatures[row[h]] : 1.0f;
+    hit[h] = column >= 0 && column < min(kTileN, v.columns - tile.n) ? static_cast<int>(column) : -1;
+    temperature[h] = inside && v.temperatures != nullptr ? v.temperatures[row[h]] : 1.0f;
   }
   if (__any_sync(~0u, temperature[0] != 1.0f || temperature[1] != 1.0f)) {  // division by one changes nothing
     divide_rows(acc, temperature);

@@ -8,7 +8,7 @@ namespace rlk::sm90 {
 // Values by row, [T] or [T, leaves]; null where an operator does not use them.
 struct Rows {
   const int64_t* targets = nullptr;  // local columns, -1 where another rank owns the target
-  const float* temperatures = nullptr;
+  const float* temperatures = nullptr;  // null: 1
   int64_t start = 0;  // local column of the first column at hand
   int columns = 0;    // columns at hand that are real vocabulary
   int leaves = 0;

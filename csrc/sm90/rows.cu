@@ -15,6 +15,10 @@ void check_launch(const char* what) {
   if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
+__device__ __forceinline__ float temperature_of(const Rows& rows, int64_t row) {
+  return rows.temperatures == nullptr ? 1.0f : rows.temperatures[row];
+}
+
 __device__ __forceinline__ float tree_of_lanes(float x) {  // adjacent pairs
 #pragma unroll
   for (int lane = 1; lane < 32; lane *= 2) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, lane));
@@ -123,7 +127,7 @@ __global__ void finish_kernel(float* nodes, int slots, const int* merges, int co
 __global__ void row_grad_kernel(Rows rows, float* table, int64_t tokens) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row >= tokens) return;
-  const RowGrad g = row_grad(rows.state, rows.grads, tokens, row, rows.temperatures[row]);
+  const RowGrad g = row_grad(rows.state, rows.grads, tokens, row, temperature_of(rows, row));
   reinterpret_cast<float4*>(table)[row * 2] = make_float4(g.max, g.log_sum, g.entropy, g.logp);
   reinterpret_cast<float4*>(table)[row * 2 + 1] = make_float4(g.weight, g.ent, 0.0f, 0.0f);
 }
@@ -159,7 +163,7 @@ __global__ void logits_kernel(Rows rows, const float* logits, int64_t tokens, in
   const int leaf = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (leaf >= rows.leaves) return;
   for (int64_t row = blockIdx.y; row < tokens; row += gridDim.y) {
-    const float temperature = rows.temperatures[row];
+    const float temperature = temperature_of(rows, row);
     const int64_t target = rows.targets == nullptr ? -1 : rows.targets[row] - rows.start;
     float z[4], u[4], leaf_max = -INFINITY;
 #pragma unroll

@@ -201,7 +201,8 @@ def linear_logp(
     if torch.is_grad_enabled() and (hidden_states.requires_grad or lm_head_weight.requires_grad):
         layout.local_segments(0, segments)  # fail here, not in backward
     targets = shards.check_targets(target_ids, rows, layout.global_vocab_size, ignore_index)
-    t = shards.temperature_rows(temperature, rows, hidden_states.device)
+    one = isinstance(temperature, float) and temperature == 1.0
+    t = None if one else shards.temperature_rows(temperature, rows, hidden_states.device)
     if hidden_states.is_cuda and untraced(hidden_states, lm_head_weight, targets, t):
         module = resolve("linear_logp", hidden_states.device, hidden_states.dtype, backend).module
         if hasattr(module, "operator"):  # a backend that brings its own schedules
@@ -209,6 +210,8 @@ def linear_logp(
             return LinearLogpOutput(
                 *run(hidden_states, lm_head_weight, targets, t, layout, ignore_index, segments, tp_group)[:3]
             )
+    if t is None:
+        t = shards.temperature_rows(1.0, rows, hidden_states.device)
     out = _linear_logp(
         hidden_states,
         lm_head_weight,

@@ -94,7 +94,9 @@ def linear_policy_loss(
             )
             call = sm90_schedules.Call(
                 shards.check_targets(target_ids, tokens, layout.global_vocab_size, ignore_index),
-                shards.temperature_rows(temperature, tokens, hidden_states.device),
+                None
+                if isinstance(temperature, float) and temperature == 1.0
+                else shards.temperature_rows(temperature, tokens, hidden_states.device),
                 layout,
                 ignore_index,
                 layout.ranks if grad_segments is None else grad_segments,

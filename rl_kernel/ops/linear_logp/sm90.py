@@ -66,12 +66,6 @@ def _ints(count: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def _temperatures(temperature: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
-    if temperature is None:
-        return torch.ones(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    return temperature.contiguous()
-
-
 def kept_columns(columns: int) -> int:
     """Row stride of kept logits: whole groups of 8 columns (16 bytes)."""
     return (columns + 7) // 8 * 8
@@ -109,7 +103,7 @@ def leaf_stats(
             matrix(hidden, "hidden_states"),
             matrix(weight, "lm_head_weight")[:columns],
             targets.contiguous(),
-            _temperatures(temperature, hidden),
+            temperature,
             columns,
             _ints(1, device),
             stats,
@@ -141,7 +135,7 @@ def make_gradients(
     if kept.numel():
         table = torch.empty((kept.shape[0], 8), dtype=torch.float32, device=kept.device)
         torch.ops.rlk.sm90_gradient_(
-            kept, targets.contiguous(), _temperatures(temperature, kept), stats, state.contiguous(),
+            kept, targets.contiguous(), temperature, stats, state.contiguous(),
             grads.contiguous(), table,
         )  # fmt: skip
 
@@ -271,7 +265,7 @@ def backward(
     """
     tokens, width = hidden.shape
     hidden, rows = matrix(hidden, "hidden_states"), matrix(weight, "lm_head_weight")
-    temperature, targets = _temperatures(temperature, hidden), targets.contiguous()
+    targets = targets.contiguous()
     state, grads = state.contiguous(), grads.contiguous()
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else None
     if dw is not None:

@@ -27,7 +27,7 @@ class Call:
     """Everything but the operands of one call, on one rank."""
 
     targets: torch.Tensor  # [T] global ids
-    temperature: torch.Tensor  # [T]
+    temperature: torch.Tensor | None  # [T], None for 1
     layout: VocabLayout
     ignore_index: int
     segments: int
@@ -41,7 +41,24 @@ class Call:
     def columns(self) -> int:
         return self.layout.columns(self.rank)
 
+    def active(self) -> torch.Tensor | None:
+        """Indices of the rows that take part, or None for all of them."""
+        if not bool((self.targets == self.ignore_index).any()):
+            return None
+        return (self.targets != self.ignore_index).nonzero()[:, 0]
+
+    def select(
+        self, hidden: torch.Tensor, active: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(hidden, targets, temperature) of the rows that take part."""
+        if active is None:
+            return hidden, self.targets, self.temperature
+        t = self.temperature
+        return hidden.index_select(0, active), self.targets[active], None if t is None else t[active]
+
     def local_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        if self.group is None:
+            return targets  # what is no column of this rank is never met
         return shards.local_targets(targets, self.layout.borders[self.rank], self.columns)
 
     def local_segments(self) -> list[tuple[int, int]]:
@@ -56,7 +73,7 @@ class Call:
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
-        temperature: torch.Tensor,
+        temperature: torch.Tensor | None,
         kept: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(m [T], (logp, lse, entropy, log l) [4, T], leaf statistics [3, T, L]) of rows that all take part."""
@@ -70,12 +87,12 @@ class Call:
         return *shards.reduce_rows(finish, self.layout, self.group, targets, stats, z_target), stats
 
     def rows_in_chunks(
-        self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor
+        self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same without the leaf statistics, which stay within the workspace."""
         step = max(256, sm90.WORKSPACE_BYTES // (12 * max(1, self.layout.max_leaves())) // 256 * 256)
         parts = [
-            self.rows(hidden[i : i + step], weight, targets[i : i + step], temperature[i : i + step])[:2]
+            self.rows(hidden[i : i + step], weight, targets[i : i + step], part_of(temperature, i, i + step))[:2]
             for i in range(0, targets.shape[0], step)
         ]
         if len(parts) == 1:
@@ -83,23 +100,29 @@ class Call:
         return torch.cat([m for m, _ in parts]), torch.cat([out for _, out in parts], dim=1)
 
 
+def part_of(values: torch.Tensor | None, first: int, last: int) -> torch.Tensor | None:
+    return None if values is None else values[first:last]
+
+
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, call: Call) -> Rows:
-        targets, temperature, operand = call.targets, call.temperature, hidden
-        total, active = targets.shape[0], shards.active_rows(targets, call.ignore_index)
-        if active is not None:
-            operand, targets, temperature = (x.index_select(0, active) for x in (hidden, targets, temperature))
+        # Nothing may run between the look at the targets, for which the CPU waits, and the kernel that does the work.
+        total = call.targets.shape[0]
+        keep = any(ctx.needs_input_grad[:2]) and call.fits(total)
+        kept = sm90.new_kept(total, call.columns, hidden.device) if keep else None
+        active = call.active()
+        operand, targets, temperature = call.select(hidden, active)
         ctx.call, ctx.active, ctx.kept, ctx.stats = call, active, None, None
         if targets.shape[0] == 0:
-            output = shards.five(None, temperature.new_zeros(4, 0), active, total)
+            m, out = hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros((4, 0), dtype=torch.float32)
+        elif kept is not None:
+            ctx.kept = kept[: targets.shape[0]]
+            m, out, ctx.stats = call.rows(operand, weight, targets, temperature, ctx.kept)
         else:
-            if any(ctx.needs_input_grad[:2]) and call.fits(targets.shape[0]):
-                ctx.kept = sm90.new_kept(targets.shape[0], call.columns, hidden.device)
-                m, out, ctx.stats = call.rows(operand, weight, targets, temperature, ctx.kept)
-            else:
-                m, out = call.rows_in_chunks(operand, weight, targets, temperature)
-            output = shards.five(m, out, active, total)
+            m, out = call.rows_in_chunks(operand, weight, targets, temperature)
+        m, out = shards.scatter_rows(m, active, total), shards.scatter_rows(out, active, total)
+        output = (*out[:3].unbind(0), m, out[3])
         ctx.save_for_backward(hidden, weight, *output[2:])
         ctx.mark_non_differentiable(*output[3:])
         return output
@@ -110,9 +133,8 @@ class _LinearLogp(torch.autograd.Function):
         call, active, needs = ctx.call, ctx.active, ctx.needs_input_grad[:2]
         kept, stats, ctx.kept, ctx.stats = ctx.kept, ctx.stats, None, None  # a second backward recomputes
         state, grads = torch.stack([m, log_l, entropy]), shards.upstream(upstream[:3], m)
-        operand, targets, temperature = hidden, call.targets, call.temperature
+        operand, targets, temperature = call.select(hidden, active)
         if active is not None:
-            operand, targets, temperature = (x.index_select(0, active) for x in (hidden, targets, temperature))
             state, grads = state[:, active], grads[:, active]
         local = call.local_targets(targets)
         if kept is not None:
@@ -131,13 +153,16 @@ def run(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    temperature: torch.Tensor,
+    temperature: torch.Tensor | None,
     layout: VocabLayout,
     ignore_index: int,
     segments: int,
     group: dist.ProcessGroup | None,
 ) -> Rows:
-    """(logp, lse, entropy, m, log l), [T] each: linear_logp with the schedule that the workspace allows."""
+    """(logp, lse, entropy, m, log l), [T] each: linear_logp with the schedule that the workspace allows.
+
+    ``temperature``: [T] fp32, or None for 1.
+    """
     group = group if group is not None and group.size() > 1 else None
     return _LinearLogp.apply(hidden, weight, Call(targets, temperature, layout, ignore_index, segments, group))
 
@@ -151,10 +176,8 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, call: Call, loss: TokenLoss, out: dict) -> Any:
         total_rows, device, columns = call.targets.shape[0], hidden.device, call.columns
-        active = shards.active_rows(call.targets, call.ignore_index)
-        operand, targets, temperature = hidden, call.targets, call.temperature
-        if active is not None:
-            operand, targets, temperature = (x.index_select(0, active) for x in (operand, targets, temperature))
+        active = call.active()
+        operand, targets, temperature = call.select(hidden, active)
         operand, matrix = sm90.matrix(operand, "hidden_states"), sm90.matrix(weight, "lm_head_weight")[:columns]
         tokens, stride = targets.shape[0], sm90.kept_columns(columns)
         step = sm90.WORKSPACE_BYTES // (2 * stride + 12 * call.layout.max_leaves())
@@ -170,7 +193,7 @@ class _FusedLoss(torch.autograd.Function):
             part = slice(first, min(first + step, tokens))
             rows, local = operand[part], call.local_targets(targets[part])
             kept = buffer[: rows.shape[0] * stride].view(-1, stride)[:, :columns]
-            m, values, stats = call.rows(rows, matrix, targets[part], temperature[part], kept)
+            m, values, stats = call.rows(rows, matrix, targets[part], part_of(temperature, part.start, part.stop), kept)
             index = torch.arange(part.start, part.stop, device=device) if active is None else active[part]
             leaves = values[[0, 2]].requires_grad_()
             with torch.enable_grad():
@@ -180,7 +203,14 @@ class _FusedLoss(torch.autograd.Function):
             for name, metric in metrics.items():
                 out[name] = out[name] + metric.detach() if name in out else metric.detach()
             grads = torch.stack([grad[0], torch.zeros_like(grad[0]), grad[1]])
-            sm90.make_gradients(kept, stats, temperature[part], local, torch.stack([m, values[3], values[2]]), grads)
+            sm90.make_gradients(
+                kept,
+                stats,
+                part_of(temperature, part.start, part.stop),
+                local,
+                torch.stack([m, values[3], values[2]]),
+                grads,
+            )
             # The chain of dW over tokens goes on in fp32 until the last chunk.
             target_dw, init = dw[:columns] if part.stop == tokens else carry, carry if first else None
             dh[part] = all_reduce(

@@ -1,0 +1,50 @@
+"""The Hopper kernels compile for sm_90a with nvcc alone, without spills, and use the warpgroup matrix instructions."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rl_kernel.ops.linear_logp import sm90
+from rl_kernel.registry import Request
+
+SOURCES = Path(__file__).parents[2] / "csrc" / "sm90"
+FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute_90a,code=sm_90a"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("name", ["rows", "gemm"])
+def test_compiles_without_spills(tmp_path, name):
+    cubin = tmp_path / f"{name}.cubin"
+    run = subprocess.run(
+        ["nvcc", *FLAGS, "-Xptxas", "-v", "-cubin", "-o", str(cubin), str(SOURCES / f"{name}.cu")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", run.stderr)]
+    assert spills and max(spills) == 0, run.stderr
+    # The compiler says so when it waits for each matrix product before it issues the next.
+    assert "C7510" not in run.stderr and "serialized" not in run.stderr, run.stderr
+    disassembler = shutil.which("cuobjdump")
+    if name == "gemm" and disassembler:
+        listing = subprocess.run([disassembler, "--dump-sass", str(cubin)], capture_output=True, text=True).stdout
+        assert listing.count("HGMMA.64x256x16.F32.BF16") == 16
+        assert "CCTL.IVALL" not in listing  # cluster-scope acquires would empty the L1 in the main loop
+
+
+def test_a_cpu_machine_says_what_is_missing():
+    import torch
+
+    assert "sm90" in sm90.supports(Request("linear_logp", "cpu", torch.bfloat16))
+    assert "bfloat16" in sm90.supports(Request("linear_logp", "sm90", torch.float32))
+    try:
+        import rl_kernel._C_gpu  # noqa: F401
+    except (ImportError, OSError):
+        assert "RLK_BUILD=cuda" in sm90.supports(Request("linear_logp", "sm90", torch.bfloat16))

@@ -1,0 +1,199 @@
+"""Bytes of the Hopper kernels: schedules, backends, shards, rows and odd inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs an H100 or H200", allow_module_level=True)
+
+from rl_kernel import registry
+from rl_kernel.ops.linear_logp import linear_logp, lm_head, sm90, sm90_schedules
+from rl_kernel.ops.linear_logp.policy import linear_policy_loss
+from rl_kernel.ops.logp.op import logp
+from rl_kernel.ops.logp.vocab_tree import VocabLayout
+from tests.ops.gpu_harness import differing
+
+pytestmark = pytest.mark.gpu
+# tokens, hidden, rows of the weight, global vocabulary
+SHAPES = [(300, 512, 5120, 5003), (1000, 256, 40960, 40000), (129, 128, 1024, 777), (513, 1024, 20000, 20000)]
+MISSING = sm90.supports(registry.Request("linear_logp", "sm90", torch.bfloat16))
+if MISSING:
+    pytest.skip(MISSING, allow_module_level=True)
+
+
+def operands(tokens, hidden, rows, vocabulary, seed=0):
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    w = torch.empty(rows, hidden, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02, generator=g)
+    t = torch.randint(0, vocabulary, (tokens,), device="cuda", generator=g)
+    row = w[t].float()
+    lift = torch.empty(tokens, 1, device="cuda").uniform_(0, 15, generator=g)
+    h = torch.randn(tokens, hidden, device="cuda", generator=g) + lift * row / row.pow(2).sum(-1, keepdim=True)
+    return h.bfloat16(), w, t
+
+
+@pytest.fixture(autouse=True)
+def workspace():
+    before = sm90.WORKSPACE_BYTES
+    yield
+    sm90.WORKSPACE_BYTES = before
+
+
+def both(h, w, t, *, mib=512, entropy=True, **arguments):
+    """(logp, lse, entropy, dH, dW) with fixed upstream gradients."""
+    sm90.WORKSPACE_BYTES = mib << 20
+    h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
+    out = linear_logp(h, w, t, **arguments)
+    g = torch.Generator(device="cuda").manual_seed(7)
+    upstream = [torch.randn(t.shape, device="cuda", generator=g) for _ in range(3)]
+    outputs = tuple(out) if entropy else (out.logp,)
+    return [x.detach() for x in out] + list(torch.autograd.grad(outputs, (h, w), upstream[: len(outputs)]))
+
+
+def assert_same(left, right):
+    assert [differing(a, b) for a, b in zip(left, right, strict=True)] == [0] * len(left)
+
+
+def mixed_temperature(tokens):
+    temperature = torch.full((tokens,), 0.7, device="cuda")
+    temperature[::3] = 1.0
+    temperature[1::3] = 1.3
+    return temperature
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_schedules_and_backends_agree(shape, entropy):
+    h, w, t = operands(*shape)
+    t[5:9] = -100
+    common = {"entropy": entropy, "temperature": mixed_temperature(len(t)), "global_vocab_size": shape[3]}
+    kept = both(h, w, t, **common)
+    assert_same(both(h, w, t, **common), kept)
+    assert_same(both(h, w, t, mib=1, **common), kept)
+    for backend in ("library", "triton"):
+        assert_same(both(h, w, t, backend=backend, **common), kept)
+    wrong = both(h, w, t, **{**common, "temperature": mixed_temperature(len(t)) * 1.0001})
+    assert all(differing(a, b) for a, b in zip(wrong, kept, strict=True))
+
+
+@pytest.mark.parametrize("segments", [2, 8])
+def test_segments_agree(segments):
+    h, w, t = operands(*SHAPES[1])
+    common = {"grad_segments": segments, "global_vocab_size": SHAPES[1][3]}
+    kept = both(h, w, t, **common)
+    assert_same(both(h, w, t, mib=1, **common), kept)
+    assert_same(both(h, w, t, backend="triton", **common), kept)
+    assert differing(both(h, w, t, global_vocab_size=SHAPES[1][3])[3], kept[3])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_logp_of_logits_and_rows_alone(shape):
+    h, w, t = operands(*shape)
+    temperature = mixed_temperature(len(t))
+    arguments = {"temperature": temperature, "global_vocab_size": shape[3]}
+    with torch.no_grad():
+        mine = linear_logp(h, w, t, **arguments)
+        assert_same(logp(lm_head(h, w), t, **arguments), mine)
+        for row in (0, len(t) // 2, len(t) - 1):
+            part = slice(row, row + 1)
+            alone = linear_logp(h[part], w, t[part], temperature=temperature[part], global_vocab_size=shape[3])
+            assert_same(alone, [x[part] for x in mine])
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_shards_agree(ranks):
+    from rl_kernel.ops.logp import triton as finish
+
+    tokens, _, rows, vocabulary = SHAPES[1]
+    h, w, t = operands(*SHAPES[1])
+    temperature = mixed_temperature(tokens)
+    layout = VocabLayout(tuple(rows // ranks * r for r in range(ranks + 1)), vocabulary)
+    stats, z = [], torch.zeros(tokens, device="cuda")
+    for r in range(ranks):
+        local = t - layout.borders[r]
+        local = torch.where((local >= 0) & (local < layout.columns(r)), local, -1)
+        part = w[layout.borders[r] : layout.borders[r + 1]]
+        leaf, own = sm90.leaf_stats(h, part, temperature, local, layout.columns(r))
+        stats.append(leaf)
+        z = torch.where(local >= 0, own, z)
+    m = torch.stack([s[0].amax(1) for s in stats]).amax(0)
+    nodes = [finish.tree_nodes(s, m, layout.local_ranges(r), layout.max_nodes()) for r, s in enumerate(stats)]
+    out = finish.finish(torch.cat(nodes), layout.merges(), layout.first_slot(), m, z)
+    assert_same(out[:3], linear_logp(h, w, t, temperature=temperature, global_vocab_size=vocabulary))
+
+
+@pytest.mark.parametrize("mib", [512, 1])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fused_loss_equals_linear_logp_and_autograd(shape, mib):
+    h, w, t = operands(*shape)
+    t[5:9] = -100
+    g = torch.Generator(device="cuda").manual_seed(1)
+    old, advantages = -torch.rand(len(t), device="cuda", generator=g), torch.randn(len(t), device="cuda", generator=g)
+    arguments = {"entropy_weight": 0.01, "normalizer": 64.0, "global_vocab_size": shape[3]}
+    results = []
+    for backend in ("sm90", "triton"):
+        sm90.WORKSPACE_BYTES = mib << 20
+        hidden, weight = h.clone().requires_grad_(), w.clone().requires_grad_()
+        loss, values, metrics = linear_policy_loss(hidden, weight, t, old, advantages, backend=backend, **arguments)
+        loss.backward()
+        results.append([values, hidden.grad, weight.grad])
+        assert metrics["tokens"] == len(t) - 4
+    assert_same(*results)
+
+
+def test_one_chain_of_tokens_in_chunks():
+    h, w, t = operands(513, 1024, 2048, 2048)
+    d = torch.randn(513, 2048, device="cuda").bfloat16()
+    whole, carry, chunks = torch.empty_like(w), torch.empty(w.shape, device="cuda"), torch.empty_like(w)
+    sm90.products(d, w, h, dw=whole)
+    sm90.products(d[:256], w, h[:256], dw=carry)
+    sm90.products(d[256:], w, h[256:], dw=chunks, dw_init=carry)
+    assert_same([whole], [chunks])
+    main_grad = torch.randn(w.shape, device="cuda")
+    expected, exact = main_grad.clone(), torch.empty_like(carry)
+    sm90.products(d, w, h, dw=exact)
+    sm90.products(d, w, h, dw=main_grad, dw_accumulate=True)
+    assert_same([main_grad], [expected + exact])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_few_tokens(tokens):
+    h, w, t = operands(2, 128, 1000, 1000)
+    h, w = h[:tokens].clone().requires_grad_(), w.clone().requires_grad_()
+    out = linear_logp(h, w, t[:tokens])
+    sum(x.sum() for x in out).backward()
+    assert out.logp.shape == (tokens,) and h.grad.shape == h.shape and w.grad.shape == w.shape
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_bad_rows_stay_alone(value):
+    h, w, t = operands(64, 128, 1000, 1000)
+    good = linear_logp(h, w, t)
+    h[3, 5] = value
+    bad = linear_logp(h, w, t)
+    assert torch.isnan(bad.logp[3]) and torch.isnan(bad.lse[3])
+    others = torch.arange(64, device="cuda") != 3
+    assert_same([x[others] for x in bad], [x[others] for x in good])
+    w[700] = float("nan")
+    assert torch.isnan(linear_logp(h, w, t).logp).all()
+
+
+def test_huge_logits():
+    h, w, t = operands(64, 128, 1000, 1000)
+    h = torch.cat([h, torch.full((64, 8), 100.0, device="cuda", dtype=torch.bfloat16)], 1)
+    w = torch.cat([w, torch.full((1000, 8), 12.5, device="cuda", dtype=torch.bfloat16)], 1)  # adds 1e4
+    expected = torch.log_softmax(h.double() @ w.double().T, -1).gather(1, t[:, None])[:, 0]
+    eager = torch.log_softmax(h.float() @ w.float().T, -1).gather(1, t[:, None])[:, 0]
+    error = (linear_logp(h, w, t).logp.double() - expected).abs().max()
+    assert error <= 4 * (eager.double() - expected).abs().max()
+
+
+def test_second_backward_recomputes():
+    h, w, t = operands(*SHAPES[0])
+    h, w = h.requires_grad_(), w.requires_grad_()
+    out = linear_logp(h, w, t.clamp(max=5002), global_vocab_size=5003)
+    first = torch.autograd.grad(out.logp.sum(), (h, w), retain_graph=True)
+    assert_same(torch.autograd.grad(out.logp.sum(), (h, w)), first)
+    assert sm90_schedules.run is sm90.operator()
