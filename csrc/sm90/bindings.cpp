@@ -190,7 +190,7 @@ void log_op(Tensor x, Tensor y) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
   m.def(
-      "sm90_statistics(Tensor hidden, Tensor weight, Tensor targets, Maybe temperatures, int columns,"
+      "sm90_statistics(Tensor hidden, Tensor weight, Tensor targets, Tensor? temperatures, int columns,"
       " Tensor(a!) counter, Tensor(b!) stats, Tensor(c!) target_logit, Tensor(d!)? kept) -> ()");
   m.def(
       "sm90_recompute(Tensor hidden, Tensor weight, Tensor targets, Tensor? temperatures, int start, int columns,"
