@@ -26,6 +26,10 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 
 
+SECONDS_PER_STEP = 3.0  # 100 steps in five minutes
+START_SECONDS = 60.0  # processes, engines, report
+
+
 @dataclass(frozen=True)
 class Run:
     """One row of the report."""
@@ -52,7 +56,7 @@ def matrix(steps: int) -> list[Run]:
             runs.append(Run(f"grpo-strict-{tag}", overrides, steps, learns=True))
             runs.append(Run(f"grpo-native-{tag}", (*overrides, "consistency=native"), 10, strict=False))
     for seed in (1, 2):
-        runs.append(Run(f"grpo-strict-seed{seed}", (f"trainer.seed={seed}",), steps, learns=True))
+        runs.append(Run(f"grpo-strict-seed{seed}", (f"trainer.seed={seed}",), steps // 2, learns=True))
     for temperature in (0.7, 1.3):
         runs.append(Run(f"grpo-strict-temperature{temperature}", (f"rollout.temperature={temperature}",), 20))
     pressure = ("rollout.max_num_batched_tokens=64", "rollout.kv_cache_bytes=400000")
@@ -132,8 +136,11 @@ def verdict(run: Run, result: dict[str, Any]) -> str:
         return f"FAIL: {result['active_tokens']} compared tokens are fewer than 200,000"
     if result["peak_gib"] > 6:
         return f"FAIL: {result['peak_gib']} GiB are more than 6"
-    if run.learns and not result["reward_last"] > result["reward_first"]:
-        return "FAIL: the reward does not rise"
+    if result["seconds"] > SECONDS_PER_STEP * run.steps + START_SECONDS:
+        return f"FAIL: {result['seconds']} s are more than {SECONDS_PER_STEP:g} a step"
+    # Rewards lie in [0, 1] and their means over 20 steps of 256 responses scatter by about 0.03 between seeds.
+    if run.learns and not result["reward_last"] > result["reward_first"] + 0.1:
+        return "FAIL: the reward does not rise by 0.1"
     if run.falls and not result["falls_last"] < result["falls_first"]:
         return f"FAIL: {run.falls} does not fall"
     return "pass"
