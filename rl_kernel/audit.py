@@ -95,7 +95,7 @@ def record(family: str):
     patched = []
     for name, module in list(sys.modules.items()):
         if name.startswith("rl_kernel.ops.") and getattr(module, "is_hip", None) is hip:
-            module.is_hip = triton_utils.is_hip
+            setattr(module, "is_hip", triton_utils.is_hip)  # noqa: B010
             patched.append(module)
     try:
         yield launches
@@ -103,7 +103,7 @@ def record(family: str):
         JITFunction.run = original  # type: ignore[method-assign]
         triton_utils.is_hip = hip  # type: ignore[assignment]
         for module in patched:
-            module.is_hip = hip
+            setattr(module, "is_hip", hip)  # noqa: B010
 
 
 def compile_launch(launch: Launch, family: str) -> triton.compiler.CompiledKernel:

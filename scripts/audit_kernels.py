@@ -17,6 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -43,10 +44,10 @@ def calls(sample: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     linear = backend("linear")
     rows = (16, 128, 8192) if sample else (1, 7, 16, 32, 64, 128, 256, 512, 1024, 8192)
     for m in rows:
-        yield "linear", lambda m=m: linear.matmul(empty(m, h), empty(h, h))
+        yield "linear", partial(linear.matmul, empty(m, h), empty(h, h))
     for segments in (4,) if sample else (2, 4, 8):
         for m in (16, 8192) if not sample else (16,):
-            yield "linear", lambda m=m, s=segments: linear.matmul(empty(m, h), empty(h, h), segments=s)
+            yield "linear", partial(linear.matmul, empty(m, h), empty(h, h), segments=segments)
     yield "linear", lambda: linear.matmul(empty(8192, h), empty(h, h), segments=2)
     yield "linear", lambda: linear.dgrad(empty(8192, h), empty(h, h))
     yield "linear", lambda: linear.wgrad(empty(8192, h), empty(8192, h))
@@ -62,9 +63,17 @@ def calls(sample: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     for split in (True, False):
         yield (
             "attention",
-            lambda s=split: attention.paged_forward(
-                q[:8], cache, cache, table, cu, lens, split=s, max_query_len=1 if sample else None
-            ),
+            partial(
+                attention.paged_forward,
+                q[:8],
+                cache,
+                cache,
+                table,
+                cu,
+                lens,
+                split=split,
+                max_query_len=1 if sample else None,
+            ),  # fmt: skip
         )
     yield "attention backward", lambda: attention.varlen_backward(q, q, kv, kv, q, t, cu)
     if not sample:
