@@ -48,3 +48,14 @@ def test_a_cpu_machine_says_what_is_missing():
         import rl_kernel._C_gpu  # noqa: F401
     except (ImportError, OSError):
         assert "RLK_BUILD=cuda" in sm90.supports(Request("linear_logp", "sm90", torch.bfloat16))
+
+
+def test_schemas_are_valid():
+    import torch
+
+    text = (SOURCES / "bindings.cpp").read_text(encoding="utf-8")
+    defined = []
+    for body in re.findall(r"m\.def\((.*?)\);", text, re.S):
+        schema = "".join(re.findall(r'"([^"]*)"', body))
+        defined.append(torch._C.parse_schema(f"rlk::{schema}").name)
+    assert defined == [f"rlk::{name}" for name in re.findall(r'm\.impl\("(\w+)"', text)]
