@@ -117,7 +117,7 @@ class Checkpointer:
             temporary.mkdir(parents=True)
             write(str(temporary))
             files = sorted(p for p in temporary.rglob("*") if p.is_file())
-            listed = {}
+            listed: dict[str, dict[str, Any]] = {}
             for path in files:
                 _sync(path)
                 listed[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
