@@ -117,6 +117,7 @@ _FA3 = OpContract(
 
 def _ops(family: str, virtual_tp: int, dtype: str, attention: str) -> dict[str, OpContract]:
     dot, exp, log = _DOT[family], _EXP[family], _LOG[family]
+    vocab_block = {} if family == "cpu" else {"vocab_block": VOCAB_BLOCK}
     to_dtype = f"once, to {dtype}"
     return {
         "linear": OpContract(
@@ -220,8 +221,7 @@ def _ops(family: str, virtual_tp: int, dtype: str, attention: str) -> dict[str, 
                 + f"dlogits once to {dtype}; dH once to {dtype}; dW once or accumulated in fp32"
             ),
             primitives=(*dot, exp),
-            parameters={"segments": virtual_tp, "leaf": VOCAB_LEAF}
-            | ({} if family == "cpu" else {"vocab_block": VOCAB_BLOCK}),
+            parameters={"segments": virtual_tp, "leaf": VOCAB_LEAF, **vocab_block},
         ),
         "all_reduce": OpContract(
             inputs="the fp32 partial results of all ranks",

@@ -1,0 +1,101 @@
+"""What the GPU backends decide before any kernel runs: tables, buckets, alignment, reasons, the attention variant."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import pytest
+import torch
+
+from rl_kernel import cublaslt
+from rl_kernel.contract import contract_for, fingerprint
+from rl_kernel.errors import ContractError
+from rl_kernel.registry import Request
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from rl_kernel import triton_utils
+
+OPS = ("linear", "rms_norm", "rope", "attention", "swiglu", "embedding", "logp", "linear_logp", "collectives")
+
+
+def test_tables_of_both_families_have_the_same_operators_and_end_open():
+    sm90, gfx942 = (triton_utils.launch_table(family) for family in ("sm90", "gfx942"))
+    assert set(sm90) == set(gfx942)
+    for table in (sm90, gfx942):
+        for rows in table.values():
+            sizes = [row["upto"] for row in rows]
+            assert sizes == sorted(sizes) and sizes[-1] >= 1 << 62
+
+
+def test_override_is_undone():
+    before = triton_utils.launch_row("logp", 10)
+    with triton_utils.override_launch("logp", {"leaves": 1, "warps": 1}):
+        assert triton_utils.launch_row("logp", 10)["leaves"] == 1
+    assert triton_utils.launch_row("logp", 10) == before
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_operator_has_a_triton_backend_that_refuses_the_cpu(op):
+    module = importlib.import_module(f"rl_kernel.ops.{op}.triton")
+    assert "not cpu" in module.supports(Request(op, "cpu", torch.bfloat16))
+    dtype = torch.float32 if op in ("logp", "collectives") else torch.bfloat16
+    for family in ("sm90", "gfx942"):
+        assert module.supports(Request(op, family, dtype)) is None
+
+
+def test_products_of_other_dtypes_are_refused_with_the_reason():
+    from rl_kernel.ops.linear import library, triton
+
+    for module in (library, triton):
+        assert "bfloat16" in module.supports(Request("linear", "sm90", torch.float32))
+    assert "sm90" in library.supports(Request("linear", "gfx942", torch.bfloat16))
+
+
+def test_buckets_cover_and_never_shrink():
+    ends = [cublaslt.bucket(m) for m in range(1, 9000)]
+    assert all(end >= m for m, end in enumerate(ends, 1)) and ends == sorted(ends)
+    assert all(cublaslt.bucket(end) == end for end in ends)
+    assert ends[:16] == list(range(1, 17)) and len(set(ends)) < 120
+
+
+def test_unaligned_operands_never_reach_the_library():
+    x, w = torch.zeros(5, 64, dtype=torch.bfloat16), torch.zeros(32, 64, dtype=torch.bfloat16)
+    assert cublaslt.aligned(x, w.t())
+    assert not cublaslt.aligned(x, w[:31].t())  # result rows of 31 elements
+    assert not cublaslt.aligned(x[:, :60], w[:, :60].t())
+    assert not cublaslt.aligned(torch.zeros(5, 65, dtype=torch.bfloat16)[:, 1:], w.t())
+
+
+def test_setup_overrides_a_setting_that_allows_splits(monkeypatch):
+    monkeypatch.setattr(cublaslt, "_done", False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
+    with pytest.warns(UserWarning, match="CUBLAS_WORKSPACE_CONFIG=:4096:8 lets cuBLAS split"):
+        cublaslt.setup()
+    assert cublaslt.report()["environment"] == cublaslt.ENVIRONMENT
+
+
+def test_attention_variant_is_part_of_the_contract(monkeypatch):
+    from rl_kernel.ops.attention import library, triton
+
+    blocks, cpu = fingerprint("sm90"), fingerprint("cpu")
+    request = Request("attention", "sm90", torch.bfloat16)
+    assert triton.supports(request) is None and "RLK_SM90_ATTENTION=fa3" in library.supports(request)
+    monkeypatch.setenv("RLK_SM90_ATTENTION", "fa3")
+    assert fingerprint("sm90") != blocks and fingerprint("cpu") == cpu
+    assert "fa3" in triton.supports(request)
+    assert contract_for("gfx942").ops["attention"].parameters["key_block"] == 64
+    monkeypatch.setenv("RLK_SM90_ATTENTION", "other")
+    with pytest.raises(ContractError, match="must be blocks or fa3"):
+        fingerprint("sm90")
+
+
+def test_segments_that_do_not_divide_are_refused():
+    from rl_kernel.ops.linear import triton
+
+    x, w = torch.zeros(2, 36, dtype=torch.bfloat16), torch.zeros(8, 36, dtype=torch.bfloat16)
+    with pytest.raises(ContractError, match="does not divide into 8 segments"):
+        triton.matmul(x, w, segments=8)
