@@ -1,8 +1,9 @@
 """linear_logp of the GPU families from matrix products and leaf kernels, tile by tile of the vocabulary.
 
 Forward: fp32 logits of a tile of columns (one ascending chain over H), their leaf statistics, next tile. Backward: for
-each block of the contract, the logits of a tile again, their gradient rounded once to the hidden dtype, then the
-block's share of dH (one fp32 addition a block) and its rows of dW (all tokens in one chain).
+each block of the contract, the logits of a tile again, their gradient (from the rounded exponentials that a kept
+schedule would hold) rounded once to the hidden dtype, then the block's share of dH (one fp32 addition a block) and its
+rows of dW (all tokens in one chain).
 
 The logits of a tile and the dlogits of a block are all that exists at a time: at most ``TILE_BYTES`` (1024 columns at
 the least) and ``tokens * VOCAB_BLOCK * 2`` bytes. Rows of both are padded to 128 columns, so that they start at
