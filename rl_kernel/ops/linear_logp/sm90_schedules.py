@@ -122,7 +122,7 @@ class _LinearLogp(torch.autograd.Function):
         else:
             m, out = call.rows_in_chunks(operand, weight, targets, temperature)
         m, out = shards.scatter_rows(m, active, total), shards.scatter_rows(out, active, total)
-        output = (*out[:3].unbind(0), m, out[3])
+        output = (out[0], out[1], out[2], m, out[3])
         ctx.save_for_backward(hidden, weight, *output[2:])
         ctx.mark_non_differentiable(*output[3:])
         return output
@@ -213,11 +213,9 @@ class _FusedLoss(torch.autograd.Function):
             )
             # The chain of dW over tokens goes on in fp32 until the last chunk.
             target_dw, init = dw[:columns] if part.stop == tokens else carry, carry if first else None
-            dh[part] = all_reduce(
-                sm90.both_products(rows, matrix, kept, call.local_segments(), target_dw, init),
-                call.group,
-                out_dtype=hidden.dtype,
-            )
+            partial = sm90.both_products(rows, matrix, kept, call.local_segments(), target_dw, init)
+            assert partial is not None  # dH is always asked for here
+            dh[part] = all_reduce(partial, call.group, out_dtype=hidden.dtype)
         if active is not None:
             dh = torch.zeros_like(hidden, memory_format=torch.contiguous_format).index_copy_(0, active, dh)
             logp = shards.scatter_rows(logp, active, total_rows)
