@@ -81,10 +81,6 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 }
 
 // ---------------------------------------------------------------- bulk tensor copies
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
@@ -100,7 +96,6 @@ __device__ __forceinline__ void load_tile_multicast(
       "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(members)
       : "memory");
 }
-
 
 
 // ---------------------------------------------------------------- warpgroup matrix product
