@@ -213,9 +213,9 @@ class _FusedLoss(torch.autograd.Function):
             )
             # The chain of dW over tokens goes on in fp32 until the last chunk.
             target_dw, init = dw[:columns] if part.stop == tokens else carry, carry if first else None
-            partial = sm90.both_products(rows, matrix, kept, call.local_segments(), target_dw, init)
-            assert partial is not None  # dH is always asked for here
-            dh[part] = all_reduce(partial, call.group, out_dtype=hidden.dtype)
+            dh_part = sm90.both_products(rows, matrix, kept, call.local_segments(), target_dw, init)
+            assert dh_part is not None  # dH is always asked for here
+            dh[part] = all_reduce(dh_part, call.group, out_dtype=hidden.dtype)
         if active is not None:
             dh = torch.zeros_like(hidden, memory_format=torch.contiguous_format).index_copy_(0, active, dh)
             logp = shards.scatter_rows(logp, active, total_rows)
