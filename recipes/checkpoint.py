@@ -60,9 +60,9 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def run_identity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flattened configuration without the keys that do not change a run's bits."""
-    flat = _flatten(config)
+def run_identity(config: Mapping[str, Any], data: str | None = None) -> dict[str, Any]:
+    """The flattened configuration without the keys that do not change a run's bits, and the data's content hash."""
+    flat = {**_flatten(config), "data.sha256": data}
     return {k: v for k, v in flat.items() if k not in _FREE_KEYS and not k.startswith(_FREE_GROUPS)}
 
 
@@ -195,17 +195,18 @@ def set_aside(run_dir: str | os.PathLike[str]) -> None:
             path.rename(path.with_name(f"{name}.{number}"))
 
 
-def require_same_run(saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Refuse to continue a checkpoint under a configuration that would change its bits.
+def require_same_run(saved: Mapping[str, Any], config: Mapping[str, Any], data: str | None = None) -> None:
+    """Refuse to continue a checkpoint under a configuration, or on data, that would change its bits.
 
     Args:
         saved: :func:`run_identity` of the run that wrote the checkpoint.
         config: the present configuration, nested.
+        data: content hash of the present data set.
 
     Raises:
-        ConfigError: names the keys with both values.
+        ConfigError: names the keys with both values (``data.sha256`` where the content of the same files changed).
     """
-    now = run_identity(config)
+    now = run_identity(config, data)
     keys = [k for k in sorted({*saved, *now}) if saved.get(k) != now.get(k)]
     if keys:
         shown = "; ".join(f"{k}: {saved.get(k)!r} in the checkpoint, {now.get(k)!r} now" for k in keys[:5])

@@ -101,7 +101,7 @@ class Run:
         """Continue the newest checkpoint of the run directory, if there is one; then sync the weights."""
         loop, found = self.loop, self.checkpointer.latest()
         if found:
-            require_same_run(found.state["identity"], self.config.to_dict())
+            require_same_run(found.state["identity"], self.config.to_dict(), self._data())
             saved, now = found.state.get("contract"), self._contract()
             if saved != now:
                 raise CheckpointError(
@@ -122,6 +122,9 @@ class Run:
     def _contract(self) -> str | None:
         return self.cluster.infos[0][0].get("contract")
 
+    def _data(self) -> str | None:
+        return self.task.info().get("sha256")
+
     def save(self) -> None:
         """Checkpoint the finished steps, unless that was done."""
         loop = self.loop
@@ -130,7 +133,7 @@ class Run:
         with loop.timed("checkpoint"):
             state = {
                 "cursor": loop.cursor,
-                "identity": run_identity(self.config.to_dict()),
+                "identity": run_identity(self.config.to_dict(), self._data()),
                 "weight_hash": loop.weight_hash,
                 "contract": self._contract(),
             }

@@ -26,7 +26,7 @@ class Task(Protocol):
         ...
 
     def info(self) -> dict[str, Any]:
-        """For the manifest."""
+        """For the manifest. ``sha256``, where there is one, identifies the data: a run resumes on the same only."""
         ...
 
     def close(self) -> None:

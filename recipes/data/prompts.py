@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -272,9 +275,17 @@ class PromptDataset:
         """The epoch of the first prompt of a step."""
         return step * size // len(self)
 
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Identity of what the run sees: SHA-256 over (prompt_ids, answer) of every prompt, in data set order."""
+        digest = hashlib.sha256()
+        for prompt in self.prompts:
+            digest.update(json.dumps([prompt.prompt_ids, prompt.answer]).encode() + b"\n")
+        return digest.hexdigest()
+
     def info(self) -> dict[str, Any]:
-        """For the manifest."""
-        return {"path": self.cfg.path, "split": self.cfg.split, **asdict(self.counts)}
+        """For the manifest; a resumed run must have the same ``sha256``."""
+        return {"path": self.cfg.path, "split": self.cfg.split, "sha256": self.sha256, **asdict(self.counts)}
 
 
 def _messages(value: Any, key: str, where: str) -> list[dict[str, str]]:

@@ -239,3 +239,15 @@ def test_order_is_pinned() -> None:
     assert epoch_order(10, seed=0, epoch=0).tolist() == [3, 2, 1, 8, 6, 0, 7, 4, 5, 9]
     assert epoch_order(10, seed=0, epoch=1).tolist() == [7, 4, 5, 1, 9, 8, 6, 2, 0, 3]
     assert np.array_equal(np.sort(epoch_order(1000, seed=9, epoch=7)), np.arange(1000))
+
+
+def test_identity_is_the_content_that_the_run_sees(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "1", "label": "a"}, {"prompt": "12", "label": "b"}]
+
+    def identity(name: str, content: list[Any]) -> str:
+        return PromptDataset(plain(write(tmp_path / name, content)), tokenizer).info()["sha256"]
+
+    first = identity("a.jsonl", rows)
+    assert len(first) == 64 and identity("b.jsonl", rows) == first
+    for other in (rows[::-1], rows[:1], [rows[0], {**rows[1], "label": "c"}], [rows[0], {**rows[1], "prompt": "13"}]):
+        assert identity("c.jsonl", other) != first

@@ -223,6 +223,23 @@ def test_resume_refuses_another_configuration(tmp_path):
         make(tmp_path, {"train.lr": 1.0}).execute()
 
 
+class Data(FakeTask):
+    def __init__(self, sha256):
+        super().__init__()
+        self.sha256 = sha256
+
+    def info(self):
+        return {"path": "fake", "sha256": self.sha256}
+
+
+def test_resume_refuses_other_data_under_the_same_path(tmp_path):
+    make(tmp_path, {"trainer.steps": 2}, Data("aa")).execute()
+    assert json.loads((tmp_path / "manifest.json").read_text())["data"]["sha256"] == "aa"
+    with pytest.raises(ConfigError, match=r"data.sha256: 'aa' in the checkpoint, 'bb' now"):
+        make(tmp_path, {"trainer.steps": 3}, Data("bb")).execute()
+    assert make(tmp_path, {"trainer.steps": 3}, Data("aa")).execute() == 0
+
+
 def test_manifest(tmp_path):
     make(tmp_path, {"trainer.steps": 1}).execute()
     manifest = json.loads((tmp_path / "manifest.json").read_text())
