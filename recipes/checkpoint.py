@@ -8,23 +8,28 @@ Layout of ``<run_dir>/checkpoints``::
 
 A checkpoint is written to ``.tmp-step_000050``, every file fsynced, then renamed; ``latest`` is replaced in the same
 way. A process killed at any point therefore leaves the previous checkpoint in place, and a temporary folder that the
-next start removes. ``step`` counts finished steps: a run resumed from ``step_000050`` continues with step 50.
+next start removes. ``step`` counts finished steps: a run resumed from ``step_000050`` continues with step 50. One run
+at a time writes to a run directory, see :func:`run_lock`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes.errors import CheckpointError, ConfigError
 
-FOLDER, LATEST, STATE = "checkpoints", "latest", "state.json"
+log = logging.getLogger(__name__)
+FOLDER, LATEST, STATE, LOCK = "checkpoints", "latest", "state.json", ".lock"
 _RESERVE = 64 << 20  # bytes left free for metrics and logs
 # Keys that may change between the parts of a run without changing its bits.
 _FREE_KEYS = ("trainer.steps", "trainer.resume", "trainer.save_interval", "trainer.keep_checkpoints")
@@ -60,6 +65,33 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+@contextlib.contextmanager
+def run_lock(run_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold ``<run_dir>/.lock`` for the block. It ends with the process, however that ends; the file itself stays.
+
+    Raises:
+        CheckpointError: another process holds it.
+    """
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "a+") as file:  # not inherited by the processes that the run starts
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise CheckpointError(
+                f"another run (process {file.read().strip() or 'unknown'}) is writing to this folder",
+                where=str(folder),
+                fix="Wait for it, stop it, or start in a new hydra.run.dir.",
+            ) from None
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): start no second run in it", folder, error.strerror or error)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
 def run_identity(config: Mapping[str, Any], data: str | None = None) -> dict[str, Any]:
     """The flattened configuration without the keys that do not change a run's bits, and the data's content hash."""
     flat = {**_flatten(config), "data.sha256": data}
@@ -79,6 +111,9 @@ class Checkpointer:
         self.folder = Path(run_dir) / FOLDER
         self.keep = keep
         self._expected = expected_bytes
+
+    def remove_left_overs(self) -> None:
+        """Remove what a killed run left half written. Only the holder of :func:`run_lock` may call it."""
         for left_over in self.folder.glob(".tmp-*"):
             shutil.rmtree(left_over, ignore_errors=True)
 

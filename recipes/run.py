@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from recipes.actors import Cluster
-from recipes.checkpoint import Checkpointer, require_same_run, run_identity, set_aside
+from recipes.checkpoint import Checkpointer, require_same_run, run_identity, run_lock, set_aside
 from recipes.config import RunConfig
 from recipes.errors import CheckpointError, DataError, EngineError, RecipeError, WeightSyncError
 from recipes.loop import Loop
@@ -181,12 +181,20 @@ class Run:
         signals.in_step = False
 
     def execute(self) -> int:
-        """Run; whatever happens, leave no process behind. Returns 0, or 130 after an interruption."""
+        """Run; whatever happens, leave no process behind. Returns 0, or 130 after an interruption.
+
+        Raises:
+            CheckpointError: another run holds the run directory, which is untouched then.
+        """
+        with run_lock(self.config.trainer.output_dir):
+            return self._execute()
+
+    def _execute(self) -> int:
         config, loop = self.config, self.loop
         folder = Path(config.trainer.output_dir)
+        self.checkpointer.remove_left_overs()
         if config.trainer.resume == "never":
             set_aside(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         self.checkpointer.require_space()
         signals = Signals()
         try:

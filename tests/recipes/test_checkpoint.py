@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes import checkpoint
-from recipes.checkpoint import Checkpointer, require_same_run, run_identity, set_aside
+from recipes.checkpoint import Checkpointer, require_same_run, run_identity, run_lock, set_aside
 from recipes.config import build_config
 from recipes.errors import CheckpointError, ConfigError
 
@@ -64,7 +64,18 @@ def test_a_crash_leaves_the_previous_checkpoint_or_the_whole_new_one(tmp_path, m
 def test_left_overs_of_a_kill_are_removed(tmp_path):
     (tmp_path / "checkpoints/.tmp-step_000004").mkdir(parents=True)
     saver = Checkpointer(tmp_path)
+    saver.remove_left_overs()
     assert saver.latest() is None and not list(saver.folder.iterdir())
+
+
+def test_one_run_at_a_time(tmp_path):
+    with run_lock(tmp_path / "run"):
+        message = rf"process {os.getpid()}\) is writing.*new hydra.run.dir"
+        with pytest.raises(CheckpointError, match=message) as error, run_lock(tmp_path / "run"):
+            pass
+        assert error.value.where == str(tmp_path / "run")
+    with run_lock(tmp_path / "run"):
+        pass
 
 
 @pytest.mark.parametrize("damage", ["content", "size", "missing", "state"])

@@ -8,8 +8,9 @@ import shutil
 import pytest
 
 from recipes.actors import Cluster, RolloutActor, TrainActor
+from recipes.checkpoint import run_lock
 from recipes.config import RunConfig, build_config
-from recipes.errors import ConfigError, EngineError, WeightSyncError
+from recipes.errors import CheckpointError, ConfigError, EngineError, WeightSyncError
 from recipes.metrics.logging import differing_keys, read_metrics
 from recipes.reward import summarize
 from recipes.run import Run
@@ -238,6 +239,15 @@ def test_resume_refuses_other_data_under_the_same_path(tmp_path):
     with pytest.raises(ConfigError, match=r"data.sha256: 'aa' in the checkpoint, 'bb' now"):
         make(tmp_path, {"trainer.steps": 3}, Data("bb")).execute()
     assert make(tmp_path, {"trainer.steps": 3}, Data("aa")).execute() == 0
+
+
+def test_a_second_start_in_the_folder_touches_nothing(tmp_path):
+    make(tmp_path, {"trainer.steps": 2}).execute()
+    (tmp_path / "checkpoints/.tmp-step_000004").mkdir()  # the first run is writing it
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    with run_lock(tmp_path), pytest.raises(CheckpointError, match="another run"):
+        make(tmp_path, {"trainer.resume": "never"}).execute()
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
 
 
 def test_manifest(tmp_path):
