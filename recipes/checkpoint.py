@@ -222,12 +222,14 @@ class Checkpointer:
 
 
 def set_aside(run_dir: str | os.PathLike[str]) -> None:
-    """Rename checkpoints and metrics of an earlier run in ``run_dir``, so that a run from step 0 loses nothing."""
-    for name in (FOLDER, "metrics.jsonl"):
+    """Rename what an earlier run left in ``run_dir`` (checkpoints, metrics, its W&B id), so that a run from step 0
+    loses nothing. Empty files and folders stay."""
+    for name in (FOLDER, "metrics.jsonl", "wandb-run-id"):
         path = Path(run_dir) / name
-        if path.exists():
+        if path.exists() and (any(path.iterdir()) if path.is_dir() else path.stat().st_size):
             number = next(n for n in range(1, 1 << 20) if not path.with_name(f"{name}.{n}").exists())
             path.rename(path.with_name(f"{name}.{number}"))
+            log.warning("%s of an earlier run is kept as %s.%s", path, name, number)
 
 
 def require_same_run(saved: Mapping[str, Any], config: Mapping[str, Any], data: str | None = None) -> None:

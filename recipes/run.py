@@ -111,6 +111,8 @@ class Run:
                 )
             self.cluster.restore(str(found.path))
             loop.step, loop.cursor, self.saved_at = found.step, found.state["cursor"], found.step
+        else:  # from step 0: rows of a run that got to no checkpoint, or of another one, are not this run's
+            set_aside(self.config.trainer.output_dir)
         loop.sync()
         if found and loop.weight_hash != found.state["weight_hash"]:
             raise WeightSyncError(

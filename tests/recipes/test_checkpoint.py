@@ -133,12 +133,15 @@ def test_resuming_from_an_older_step_drops_the_abandoned_future(tmp_path):
 
 def test_set_aside(tmp_path):
     for _ in range(2):
-        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints/step_000001").mkdir(parents=True)
         (tmp_path / "metrics.jsonl").write_text("{}")
         set_aside(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    set_aside(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "checkpoints.1",
         "checkpoints.2",
+        "metrics.jsonl",
         "metrics.jsonl.1",
         "metrics.jsonl.2",
     ]

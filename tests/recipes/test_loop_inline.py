@@ -218,6 +218,15 @@ def test_resume_never_sets_the_old_run_aside(tmp_path):
     assert len(read_metrics(tmp_path)) == 1
 
 
+def test_metrics_without_a_checkpoint_are_kept(tmp_path):
+    make(tmp_path, {"trainer.steps": 2, "trainer.seed": 1}).execute()
+    old = (tmp_path / "metrics.jsonl").read_bytes()
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert make(tmp_path, {"trainer.steps": 1}).execute() == 0
+    assert (tmp_path / "metrics.jsonl.1").read_bytes() == old
+    assert len(read_metrics(tmp_path)) == 1
+
+
 def test_resume_refuses_another_configuration(tmp_path):
     make(tmp_path, {"trainer.steps": 2}).execute()
     with pytest.raises(ConfigError, match=r"train.lr: 40.0 in the checkpoint, 1.0 now"):
