@@ -466,6 +466,12 @@ def _check_hardware(config: RunConfig) -> None:
     if orchestrator.name == "vime":
         if hardware.device == "cpu":
             raise _error("orchestrator", "vime runs on GPU nodes, not on hardware=cpu", "Use orchestrator=local.")
+        if config.consistency.mode == "fast":
+            raise _error(
+                "consistency.mode",
+                "fast under orchestrator=vime would replace vLLM's operators and leave Megatron's stock",
+                "Use consistency=strict, audit or native.",
+            )
     elif train.context_parallel_size > 1:
         raise _error(
             "train.context_parallel_size",

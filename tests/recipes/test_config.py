@@ -118,6 +118,7 @@ BAD = [
     ("rollout.max_model_len=20", "rollout.max_response_len", "rollout.max_model_len=20"),
     ("rollout.max_model_len=4096", "rollout.max_model_len", "max_position_embeddings"),
     ("orchestrator=vime", "orchestrator", "orchestrator=local"),
+    ("model=qwen3_8b hardware=h100 orchestrator=vime consistency=fast", "consistency.mode", "strict, audit or native"),
     ("model=qwen3_30b_a3b", "model.num_experts", "model=qwen3_8b"),
     ("model=qwen3_8b", "model", "GiB"),
     ("model=qwen3_8b hardware=h100 orchestrator=vime model.dtype=float32", "model.dtype", "bfloat16"),
