@@ -6,6 +6,9 @@ compares operators and nothing else.
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 from recipes.config import RunConfig
@@ -13,6 +16,12 @@ from recipes.errors import ConfigError
 from rl_kernel.contract import VOCAB_LEAF
 
 STRICT_MODES = ("strict", "audit")
+
+
+def prompts_path(config: RunConfig) -> Path:
+    """The prompts file of this run and these ``data.*`` settings."""
+    key = hashlib.sha256(json.dumps(asdict(config.data), sort_keys=True).encode()).hexdigest()[:8]
+    return Path(config.trainer.output_dir) / f"prompts-{key}.jsonl"
 
 
 def checkpoint_paths(config: RunConfig) -> dict[str, Path]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from recipes.checkpoint import run_lock
 from recipes.config import RunConfig
 from recipes.errors import ConfigError, DataError, EngineError
 from recipes.vime import arguments
@@ -89,12 +90,14 @@ def preflight(config: RunConfig) -> dict[str, str | None]:
 def prepare_prompts(config: RunConfig) -> Path:
     """Write the prompts as the jsonl file vime reads: ``{"prompt": [messages], "label": answer}`` a line.
 
+    A file of the same ``data.*`` settings is reused.
+
     Raises:
         DataError: a record lacks one of the configured fields.
     """
     from datasets import load_dataset
 
-    target = Path(config.trainer.output_dir) / "prompts.jsonl"
+    target = arguments.prompts_path(config)
     if target.exists():
         return target
     path = config.data.path
@@ -160,6 +163,7 @@ def launch(config: RunConfig) -> int:
 
     Raises:
         ConfigError: a check failed; the message lists all that did.
+        CheckpointError: another run holds the run directory.
     """
     environment = arguments.environment(config)
     results = preflight(config)
@@ -168,8 +172,8 @@ def launch(config: RunConfig) -> int:
             f"{'ok  ' if problem is None else 'FAIL'} {name}{'' if problem is None else ': ' + problem}",
             file=sys.stderr,
         )
-    prompts = Path(config.trainer.output_dir) / "prompts.jsonl"
-    command = ["python3", str(Path(config.orchestrator.vime_root) / "train.py"), *arguments.build(config, prompts)]
+    train = str(Path(config.orchestrator.vime_root) / "train.py")
+    command = ["python3", train, *arguments.build(config, arguments.prompts_path(config))]
     if config.orchestrator.dry_run:
         print("\n".join(f"{key}={value}" for key, value in environment.items()))
         print(shlex.join(command))
@@ -179,6 +183,11 @@ def launch(config: RunConfig) -> int:
         raise ConfigError(
             "; ".join(failed), where="orchestrator=vime", fix="orchestrator.dry_run=true prints the command."
         )
+    with run_lock(config.trainer.output_dir):
+        return _submit(config, command, environment)
+
+
+def _submit(config: RunConfig, command: list[str], environment: dict[str, str]) -> int:
     prepare_prompts(config)
     prepare_roles(config)
     prepare_checkpoint(config, environment)

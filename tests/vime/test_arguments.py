@@ -10,6 +10,7 @@ import pytest
 
 from recipes.errors import ConfigError
 from recipes.vime import arguments, launch
+from recipes.vime.launch import prepare_prompts
 from tests.vime.helpers import ARMS, run_config
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -75,6 +76,21 @@ def test_model_path_is_required() -> None:
     config.model.path = None
     with pytest.raises(ConfigError, match="model.path"):
         arguments.build(config, PROMPTS)
+
+
+def test_prompts_are_written_again_when_the_data_settings_change(tmp_path: Path) -> None:
+    config = run_config("grpo", "h100", "strict", output=str(tmp_path))
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"q": "one", "a": 1}\n{"q": "two", "a": 2}\n', encoding="utf-8")
+    config.data.path, config.data.prompt_key, config.data.label_key = str(source), "q", "a"
+    first = prepare_prompts(config)
+    assert first == arguments.prompts_path(config) and first.read_text(encoding="utf-8").count("\n") == 2
+    stamp = first.stat().st_mtime_ns
+    assert prepare_prompts(config) == first and first.stat().st_mtime_ns == stamp
+    config.data.limit = 1
+    second = prepare_prompts(config)
+    assert second != first and second.read_text(encoding="utf-8").count("\n") == 1
+    assert second == arguments.prompts_path(config) and str(second) in arguments.build(config, second)
 
 
 def test_launch_refuses_a_machine_without_gpus(tmp_path: Path) -> None:
