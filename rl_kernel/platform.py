@@ -73,6 +73,8 @@ def describe(device: torch.device | str) -> Device:
     device = torch.device(device)
     index = 0
     if device.type == "cuda":
+        if not torch.cuda.is_available():  # without a GPU, torch answers with an assertion of its own
+            return Device("cuda", "none", None, "torch sees no CUDA or ROCm device on this machine")
         index = device.index if device.index is not None else torch.cuda.current_device()
     return _describe(device.type, index)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from rl_kernel.errors import ContractError
 from rl_kernel.registry import Request
 
+_PLACE = re.compile(r"^[^\s,]+, [^,]*:\d+, ")  # "function, file:line, " in front of what a compiled check says
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -27,7 +30,7 @@ class as_contract_errors:  # noqa: N801 - reads as a function in a with statemen
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, ContractError):
-            raise ContractError(str(error).split("\n", 1)[0]) from error
+            raise ContractError(_PLACE.sub("", str(error).split("\n", 1)[0])) from error
 
 
 def group_size(group: object | None) -> int:

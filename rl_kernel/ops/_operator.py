@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 _PLAIN = torch.Tensor.__torch_dispatch__  # subclasses that intercept operators replace it
@@ -48,7 +49,8 @@ class Operator:
                 return output
 
             # forward and setup in one: torch binds a separate setup_context by signature inspection at every call.
-            members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+            # once: gradients run compiled code that torch cannot differentiate; a second derivative would be zeros.
+            members = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
             self.function = type(f"{name}_function", (torch.autograd.Function,), members)
 
     def __call__(self, *args: Any) -> Any:

@@ -251,6 +251,11 @@ def test_errors():
             lambda: rl_kernel.attention_paged(q, cache.k, cache.v, bad_table, cu, lens),
             "block_table.1, 0. = 99 must lie",
         ),
+        (
+            lambda: rl_kernel.attention_paged(q.clone().requires_grad_(), cache.k, cache.v, cache.table, cu, lens),
+            "it has no gradient; use attention_varlen",
+        ),
+        (lambda: rl_kernel.attention_varlen(q[..., :0], k[..., :0], v[..., :0], cu), "must be .T, heads, D."),
         (lambda: rl_kernel.attention_paged(q, cache.k, cache.v, cache.table, cu, lens - 2), "has seq_len 2 and 4"),
         (lambda: rl_kernel.attention_paged(q, cache.k, cache.v, cache.table, cu, lens + 90), "holds 2 pages of 16"),
     )

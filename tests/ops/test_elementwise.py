@@ -87,6 +87,8 @@ def test_rope_errors(position):
         rope_reference.forward(x, bad, cache)
     with pytest.raises(ContractError, match="cos_sin_cache"):
         rl_kernel.rope(normal(2, 1, 8), bad, cache)
+    with pytest.raises(ContractError, match="with D even"):  # half a pair would be left unwritten
+        rl_kernel.rope(normal(2, 1, 15), bad.clamp(0, 9), cache[:, :15])
     with pytest.raises(ContractError, match="must be even"):
         rl_kernel.build_cos_sin_cache(4, 7, 1e4)
 
@@ -139,6 +141,8 @@ def test_swiglu_extremes():
     assert_same(y, swiglu_reference.forward(x))
     with pytest.raises(ContractError, match="must be even"):
         rl_kernel.swiglu(normal(2, 7))
+    with pytest.raises(ContractError, match="above 0"):
+        rl_kernel.swiglu(normal(2, 0))
 
 
 # ---- embedding ------------------------------------------------------------------------------------------------------

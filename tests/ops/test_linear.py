@@ -211,12 +211,24 @@ def test_modes():
         (lambda x, w: rl_kernel.linear(x[:, :16], w), "must equal K=32"),
         (lambda x, w: rl_kernel.linear(x.bfloat16(), w), "use one dtype"),
         (lambda x, w: rl_kernel.linear(x, w[0]), "weight must be"),
+        (lambda x, w: rl_kernel.linear(x[:, :0], w[:, :0]), "with K above 0"),
+        (lambda x, w: rl_kernel.linear(x, w.to("meta")), "x is on cpu and weight on meta"),
+        (lambda x, w: rl_kernel.linear(x, w, out_dtype=torch.float16), "out_dtype=torch.float16 must be"),
+        (lambda x, w: rl_kernel.column_parallel_linear(x, w, parts=0), "parts=0"),
         (lambda x, w: rl_kernel.column_parallel_linear(x, w[:9], grad_segments=2), "not divisible by 2 leaves"),
     ),
 )
 def test_errors(call, message):
     with pytest.raises(ContractError, match=message):
         call(normal(4, 32), normal(12, 32))
+
+
+def test_a_second_derivative_is_refused():
+    """Gradients run compiled code that torch cannot differentiate; it must not take them for constants."""
+    x, w = normal(4, 32).requires_grad_(), normal(12, 32).requires_grad_()
+    (dx,) = torch.autograd.grad(rl_kernel.linear(x, w).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.square().sum().backward()
 
 
 def test_compiled_graph_calls_the_same_operators():

@@ -369,6 +369,8 @@ def test_huge_logits():
         ({"vocab_start_index": 100}, "needs tp_group"),
         ({"global_vocab_size": 257}, "global_vocab_size=257"),
         ({"grad_segments": 3}, "grad_segments=3 must be a power of two"),
+        ({"grad_segments": 0}, "grad_segments=0 must be a power of two"),
+        ({"weight": torch.randn(256, 16).to("meta")}, "lm_head_weight is on meta"),
         ({"backend": "cuda"}, "backend='cuda' is unknown"),
     ),
 )

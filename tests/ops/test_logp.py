@@ -302,6 +302,8 @@ def test_native_mode_is_the_stock_formula():
         ({"target_ids": torch.tensor([1, 2])}, r"shape \(3,\)"),
         ({"temperature": 0.0}, "temperature=0.0 must be finite and above 0"),
         ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": 1e-46}, "temperature=1e-46 must be finite and above 0, in float32"),
+        ({"temperature": 1e39}, r"temperature=1e\+39"),
         ({"temperature": torch.tensor([1.0, -1.0, 1.0])}, "row 1 is -1.0"),
         ({"temperature": torch.ones(2)}, r"shape \(2,\)"),
         ({"temperature": torch.ones(3, requires_grad=True)}, "no gradient is defined"),

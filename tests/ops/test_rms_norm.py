@@ -121,5 +121,7 @@ def test_errors():
         rl_kernel.rms_norm(x.bfloat16(), normal(32), EPS)
     with pytest.raises(ContractError, match="must be \\[H\\]"):
         rl_kernel.rms_norm(x, normal(16), EPS)
+    with pytest.raises(ContractError, match="above 0"):
+        rl_kernel.rms_norm(x[:, :0], normal(0), EPS)
     with pytest.raises(ContractError, match="must match x"):
         rl_kernel.rms_norm(x, normal(32), EPS, normal(3, 32))

@@ -115,7 +115,7 @@ def attention_varlen(
     and equal those of :func:`attention_paged`. Keys in blocks of 32 from position 0 (cpu family), online softmax,
     fp32 state, P rounded to the dtype before P V, one final rounding.
     """
-    if not (q.dim() == k.dim() == v.dim() == 3 and k.shape == v.shape and q.shape[2] == k.shape[2]):
+    if not (q.dim() == k.dim() == v.dim() == 3 and k.shape == v.shape and q.shape[2] == k.shape[2] > 0):
         raise ContractError(
             f"attention_varlen: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be [T, heads, D]"
         )
@@ -154,12 +154,13 @@ def attention_paged(
         out [T, Hq, D]; rows outside every sequence are zero.
 
     Raises:
-        ContractError: shapes or dtypes do not fit, or (cpu) a length or page is out of range.
+        ContractError: shapes or dtypes do not fit, a gradient is asked for, or (cpu) a length or page is out of range.
 
     Guarantee: the bits of :func:`attention_varlen` on the same sequence, whatever the page size, the order of pages,
     the chunking and the other sequences of the call.
     """
-    if not (q.dim() == 3 and k_cache.dim() == 4 and k_cache.shape == v_cache.shape and q.shape[2] == k_cache.shape[3]):
+    shapes = q.dim() == 3 and k_cache.dim() == 4 and k_cache.shape == v_cache.shape
+    if not (shapes and q.shape[2] == k_cache.shape[3] > 0):
         raise ContractError(
             f"attention_paged: q {tuple(q.shape)} must be [T, heads, D] and the caches {tuple(k_cache.shape)}, "
             f"{tuple(v_cache.shape)} [blocks, block size, kv heads, D]"
@@ -172,4 +173,6 @@ def attention_paged(
         raise ContractError(f"attention_paged: q {q.dtype}, caches {k_cache.dtype}, {v_cache.dtype} must be one dtype")
     if not (block_table.dim() == 2 and cu_seqlens_q.numel() == seq_lens.numel() + 1):
         raise ContractError("attention_paged: block_table must be [B, pages], cu_seqlens_q [B + 1] and seq_lens [B]")
+    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
+        raise ContractError("attention_paged: it has no gradient; use attention_varlen, or torch.no_grad()")
     return _attention_paged(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, _scale(q, softmax_scale))

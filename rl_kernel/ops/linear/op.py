@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from rl_kernel import registry
 from rl_kernel.errors import ContractError
@@ -92,6 +93,7 @@ class _RowParallel(torch.autograd.Function):
         return reduce(partial, group, out_dtype=out_dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
@@ -116,6 +118,7 @@ class _ColumnParallel(torch.autograd.Function):
         return _linear(x, weight, 1, segments, parts, out_dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
         dx = dw = None
@@ -129,15 +132,19 @@ class _ColumnParallel(torch.autograd.Function):
         return dx, dw, None, None, None, None, None
 
 
-def _rows(x: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
-    if weight.dim() != 2:
-        raise ContractError(f"{name}: weight must be [N, K], got shape {tuple(weight.shape)}")
+def _rows(x: torch.Tensor, weight: torch.Tensor, name: str, out_dtype: torch.dtype | None) -> torch.Tensor:
+    if weight.dim() != 2 or weight.shape[1] == 0:
+        raise ContractError(f"{name}: weight must be [N, K] with K above 0, got shape {tuple(weight.shape)}")
     if not (x.dim() >= 1 and x.shape[-1] == weight.shape[1]):
         raise ContractError(
             f"{name}: last dimension of x {tuple(x.shape)} must equal K={weight.shape[1]} of weight [N, K]"
         )
     if x.dtype != weight.dtype:
         raise ContractError(f"{name}: x is {x.dtype} and weight is {weight.dtype}; use one dtype on both sides")
+    if x.device != weight.device:
+        raise ContractError(f"{name}: x is on {x.device} and weight on {weight.device}; move one of them")
+    if out_dtype is not None and out_dtype != torch.float32 and out_dtype != torch.bfloat16:
+        raise ContractError(f"{name}: out_dtype={out_dtype} must be float32 or bfloat16")
     return x.reshape(-1, x.shape[-1])
 
 
@@ -174,7 +181,7 @@ def linear(
     Guarantee: a row's bits depend on that row, the weight and ``segments`` only. Backward: dX takes n ascending, dW
     tokens ascending, each in one fp32 accumulator an output.
     """
-    rows = _rows(x, weight, "linear")
+    rows = _rows(x, weight, "linear", out_dtype)
     ranks = group_size(tp_group)
     local = local_segments("segments", segments, ranks)
     if weight.shape[1] % local:
@@ -222,10 +229,10 @@ def column_parallel_linear(
     Guarantee: forward bits depend on the row of x and the row of weight only; dX has the same bits for every group
     size that divides ``grad_segments``.
     """
-    rows = _rows(x, weight, "column_parallel_linear")
+    rows = _rows(x, weight, "column_parallel_linear", out_dtype)
     ranks = group_size(tp_group)
     local = local_segments("grad_segments", grad_segments, ranks)
-    if weight.shape[0] % (local * parts):
+    if parts < 1 or weight.shape[0] % (local * parts):
         raise ContractError(
             f"column_parallel_linear: {weight.shape[0]} local rows are not divisible by {local} leaves times "
             f"parts={parts}"

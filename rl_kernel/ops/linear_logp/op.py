@@ -148,6 +148,8 @@ def _check_operands(name: str, hidden: torch.Tensor, weight: torch.Tensor) -> No
             f"{name}: hidden_states are {hidden.dtype} and lm_head_weight is {weight.dtype}; both must be bfloat16 or "
             "both float32"
         )
+    if hidden.device != weight.device:
+        raise ContractError(f"{name}: hidden_states are on {hidden.device}, lm_head_weight is on {weight.device}")
 
 
 def linear_logp(

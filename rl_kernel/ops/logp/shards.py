@@ -15,6 +15,8 @@ from rl_kernel.errors import ContractError
 from rl_kernel.ops.collectives.op import gather_bytes
 from rl_kernel.ops.logp.vocab_tree import VocabLayout
 
+_LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # what float32 holds, subnormals included
+
 
 def vocab_layout(
     group: dist.ProcessGroup | None, start: int, size: int, global_vocab_size: int | None, rows: int, hidden: int = 0
@@ -63,8 +65,8 @@ def temperature_rows(temperature: float | torch.Tensor, rows: int, device: torch
             bad = int(((values > 0) & torch.isfinite(values)).logical_not().nonzero()[0, 0])
             raise ContractError(f"temperature: row {bad} is {float(values[bad])}; it must be finite and above 0")
         return values
-    if not 0.0 < temperature < float("inf"):
-        raise ContractError(f"temperature={temperature} must be finite and above 0")
+    if not _LEAST <= temperature <= _MOST:
+        raise ContractError(f"temperature={temperature} must be finite and above 0, in float32")
     return torch.full((rows,), temperature, dtype=torch.float32, device=device)
 
 

@@ -124,6 +124,8 @@ class VocabLayout:
         Raises:
             ContractError: shards do not consist of S / R whole segments each.
         """
+        if segments < 1:
+            raise ContractError(f"grad_segments={segments} must be a power of two and a multiple of {self.ranks} ranks")
         width, own = self.segment_columns(segments), segments // self.ranks
         ends = [min(r * own * width, self.borders[-1]) for r in range(self.ranks + 1)]
         if segments & (segments - 1) or segments % self.ranks or list(self.borders) != ends:

@@ -97,9 +97,9 @@ def rms_norm(
 
     Guarantee: a row's bits depend on that row and the weight only.
     """
-    if not (weight.dim() == 1 and x.dim() >= 1 and x.shape[-1] == weight.shape[0]):
+    if not (weight.dim() == 1 and x.dim() >= 1 and x.shape[-1] == weight.shape[0] > 0):
         raise ContractError(
-            f"rms_norm: weight {tuple(weight.shape)} must be [H] with H = last dimension of x {tuple(x.shape)}"
+            f"rms_norm: weight {tuple(weight.shape)} must be [H] with H = last dimension of x {tuple(x.shape)}, above 0"
         )
     if x.dtype != weight.dtype:
         raise ContractError(

@@ -73,8 +73,8 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) 
 
     Guarantee: a head's bits depend on that head and its position only.
     """
-    if x.dim() != 3:
-        raise ContractError(f"rope: x must be [T, heads, D], got shape {tuple(x.shape)}")
+    if x.dim() != 3 or x.shape[2] % 2:
+        raise ContractError(f"rope: x must be [T, heads, D] with D even, got shape {tuple(x.shape)}")
     if not (cos_sin_cache.dim() == 2 and cos_sin_cache.shape[1] == x.shape[2] and cos_sin_cache.dtype == torch.float32):
         raise ContractError(
             f"rope: cos_sin_cache {tuple(cos_sin_cache.shape)} {cos_sin_cache.dtype} must be "

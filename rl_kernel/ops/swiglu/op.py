@@ -51,12 +51,12 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
         [..., F]: fp32 inside with every operation rounded, one rounding to the input's dtype.
 
     Raises:
-        ContractError: the last dimension is odd.
+        ContractError: the last dimension is odd or 0.
 
     Guarantee: an element's bits depend on its gate and its up value only.
     """
-    if not (gate_up.dim() >= 1 and gate_up.shape[-1] % 2 == 0):
-        raise ContractError(f"swiglu: last dimension of gate_up {tuple(gate_up.shape)} must be even")
+    if not (gate_up.dim() >= 1 and gate_up.shape[-1] % 2 == 0 and gate_up.shape[-1] > 0):
+        raise ContractError(f"swiglu: last dimension of gate_up {tuple(gate_up.shape)} must be even and above 0")
     width = gate_up.shape[-1]
     y = _swiglu(gate_up.reshape(-1, width))
     return y.reshape(*gate_up.shape[:-1], width // 2)
