@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from recipes.engines.types import Sample, SamplingParams
-from recipes.engines.vllm import VllmEngine, hf_config
+from recipes.engines.vllm import VllmEngine
+from recipes.engines.vllm_config import hf_config
 from recipes.engines.vllm_layers import audit_model, clear_shared_layers
 from tests.engines import vllm_helpers as helpers
 

@@ -12,8 +12,9 @@ import torch
 
 from recipes.config import ConsistencyConfig, ModelConfig, RolloutConfig
 from recipes.engines.types import IGNORE_INDEX, PackedBatch, Sample, SamplingParams
-from recipes.engines.vllm import VllmEngine, hf_config
+from recipes.engines.vllm import VllmEngine
 from recipes.engines.vllm_attention import split_cache
+from recipes.engines.vllm_config import hf_config
 from recipes.engines.vllm_layers import Settings, _read_settings, require
 from recipes.engines.vllm_sampler import draw, uniform
 from recipes.engines.weights import content_hash
