@@ -26,6 +26,7 @@ import rl_kernel
 from recipes.engines import megatron_cpu
 from recipes.engines import megatron_weights as weights
 from recipes.engines.megatron_model import ROLES, LMHead, lm_head_of
+from recipes.engines.mode import in_own_mode
 from recipes.engines.types import PackedBatch
 from recipes.engines.weights import content_hash
 from recipes.errors import CheckpointError, ConfigError, DataError, EngineError, WeightSyncError
@@ -176,6 +177,7 @@ class MegatronEngine:
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
+    @in_own_mode
     @torch.no_grad()
     def forward_logp(self, batch: PackedBatch, temperature: float = 1.0) -> rl_kernel.LinearLogpOutput:
         """Log-probability, log-sum-exp and entropy of every target of ``batch``, fp32 [T] on the CPU.
@@ -194,12 +196,14 @@ class MegatronEngine:
         out = self._logp(self._checked(batch), temperature)
         return rl_kernel.LinearLogpOutput(*(part.cpu() for part in out))
 
+    @in_own_mode
     @torch.no_grad()
     def forward_values(self, batch: PackedBatch) -> torch.Tensor:
         """Critic's value of every position of ``batch``, fp32 [T] on the CPU. Raises as :meth:`forward_logp`."""
         self._require("critic")
         return self._values(self._checked(batch)).cpu()
 
+    @in_own_mode
     def forward_backward(
         self, batches: Sequence[PackedBatch], loss_fn: LossFn, temperature: float = 1.0
     ) -> list[dict[str, Any]]:
@@ -229,6 +233,7 @@ class MegatronEngine:
             metrics.append(measured)
         return metrics
 
+    @in_own_mode
     def optimizer_step(self) -> dict[str, float]:
         """Sum gradients over data-parallel ranks, clip, update. Returns ``grad_norm`` and ``lr``.
 

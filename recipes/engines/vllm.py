@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from recipes.engines.mode import in_own_mode
 from recipes.engines.types import Sample, SamplingParams
 from recipes.engines.vllm_config import BITWISE_MODES, check_sampling, hf_config
 from recipes.engines.weights import EMBEDDING, TIED_HEAD, content_hash
@@ -258,6 +259,7 @@ class VllmEngine:
 
     # Generation
 
+    @in_own_mode
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -403,6 +405,7 @@ class VllmEngine:
 
     # Weights
 
+    @in_own_mode
     def update_weights(self, named: Mapping[str, torch.Tensor], version: int, expected_hash: str | None = None) -> str:
         """Load full Hugging Face tensors into every rank, prove it, and forget every cached prefix.
 
