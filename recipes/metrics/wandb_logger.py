@@ -1,10 +1,11 @@
 """Weights & Biases, kept at arm's length: it can be missing, unreachable or slow, and the run goes on.
 
 W&B lives in a process of its own (:mod:`recipes.metrics.wandb_process`) that this module feeds through a queue, so no
-call of the training loop waits for it. The network can hold the loop up by three things only, at most 15 s together:
-``PROBE_SECONDS`` to see whether the server answers, ``START_SECONDS`` to start online, ``CLOSE_SECONDS`` to upload the
-rest at the end. Starting offline waits for the local process alone, two seconds on an idle machine and at most
-``OFFLINE_SECONDS`` on a busy one. What was not uploaded stays in ``<run_dir>/wandb`` and ``wandb sync`` sends it later.
+call of the training loop waits for it. The network can hold the run up before and after the loop only:
+``PROBE_SECONDS`` to see whether the server answers, ``START_SECONDS`` to start online, ``UPLOAD_SECONDS`` to upload the
+rest at the end (Ctrl-C ends that wait). Offline, nothing waits for the network: the local process starts in two seconds
+on an idle machine and at most ``OFFLINE_SECONDS`` on a busy one, and ends within ``CLOSE_SECONDS``. What was not
+uploaded stays in ``<run_dir>/wandb`` and ``wandb sync`` sends it later.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ log = logging.getLogger(__name__)
 
 MODES = ("off", "offline", "online", "auto")
 PROBE_SECONDS = 2.0
-START_SECONDS = 8.0
+START_SECONDS = 20.0
 OFFLINE_SECONDS = 60.0
 CLOSE_SECONDS = 5.0
+UPLOAD_SECONDS = 30.0
 
 
 class _TimeoutError(Exception):
@@ -237,19 +239,26 @@ class WandbLogger:
             self._rows.put(json.dumps({"summary": dict(values)}, default=str))
 
     def close(self, *, exit_code: int = 0) -> None:
-        """Finish the run, waiting at most ``CLOSE_SECONDS`` for the upload. Idempotent."""
+        """Finish the run: online at most ``UPLOAD_SECONDS`` for the upload, else ``CLOSE_SECONDS``. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
         self._rows.put(json.dumps({"exit_code": exit_code}))
         self._rows.put(None)
+        seconds = CLOSE_SECONDS
+        if self.mode == "online":
+            seconds = UPLOAD_SECONDS
+            log.info("W&B: uploading the rest, at most %g s", seconds)
         try:
-            code = process.wait(CLOSE_SECONDS)
+            code = process.wait(seconds)
             if code != 0:
                 self._warn(f"its process ended with code {code}")
         except subprocess.TimeoutExpired:
-            self._warn(f"the upload did not finish within {CLOSE_SECONDS:g} s")
+            self._warn(f"it did not finish within {seconds:g} s")
             _kill_with_children(process)
+        except BaseException:  # Ctrl-C while it uploads
+            _kill_with_children(process)
+            raise
 
 
 __all__ = ["MODES", "RUN_ID_FILE", "WandbLogger", "base_url", "has_credentials", "resolve_mode", "unreachable_because"]

@@ -214,6 +214,39 @@ def test_hanging_server_costs_seconds_and_leaves_no_process(
     assert _children() <= before
 
 
+@pytest.mark.parametrize(("mode", "limit"), [("online", 0.4), ("offline", 0.1)])
+def test_the_end_waits_longer_for_an_upload(
+    mode: str, limit: float, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert wandb_logger.UPLOAD_SECONDS >= 30 and wandb_logger.CLOSE_SECONDS <= 5
+    monkeypatch.setattr(wandb_logger, "UPLOAD_SECONDS", 0.4)
+    monkeypatch.setattr(wandb_logger, "CLOSE_SECONDS", 0.1)
+    logger = WandbLogger(tmp_path, mode="off")
+    logger.mode, logger._process = mode, subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = logger._process
+    with caplog.at_level(logging.INFO):
+        logger.close()
+    assert process.poll() is not None
+    assert f"did not finish within {limit:g} s" in caplog.text
+    assert caplog.text.count("uploading the rest") == (mode == "online")
+
+
+def test_ctrl_c_ends_the_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = WandbLogger(tmp_path, mode="off")
+    logger.mode, logger._process = "online", subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process, wait = logger._process, subprocess.Popen.wait
+
+    def interrupted(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is None:
+            return wait(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        logger.close()
+    assert process.poll() is not None
+
+
 def test_a_dead_wandb_process_does_not_matter(no_key: None, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     logger = MetricLogger(tmp_path, wandb="offline")
