@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from recipes.batching import MicroBatch, gather
+from recipes.checkpoint import RESERVE, free_bytes
 from recipes.config import RunConfig
 from recipes.engines.types import Sample, SamplingParams
 from recipes.errors import EngineError, RecipeError, WeightSyncError
@@ -230,6 +231,7 @@ class Cluster:
 
     def start(self, ray_started: Callable[[], None] = lambda: None) -> None:
         """Start Ray, call ``ray_started`` (Ray has replaced the signal handlers), start every actor, wait for each."""
+        self.require_space()
         import ray
 
         config, train = self.config, self.config.train
@@ -260,6 +262,22 @@ class Cluster:
         actors = [*self.train, *self.rollout]
         self._gather([(a, "start", ()) for a in actors], self.config.orchestrator.start_timeout_s)
         self.infos = self.describe()
+
+    def require_space(self) -> None:
+        """Raise before Ray starts on a disk that cannot take its logs, and its object store where shared memory cannot.
+
+        Raises:
+            EngineError: names Ray's temporary folder, the bytes needed and the bytes free.
+        """
+        folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray looks for it
+        need, free = self.config.orchestrator.object_store_bytes + RESERVE, free_bytes(folder)
+        if free < need:
+            raise EngineError(
+                f"Ray needs about {need >> 20} MiB here (orchestrator.object_store_bytes and logs), {free >> 20} MiB "
+                "are free",
+                where=folder,
+                fix="Free disk space, or set RAY_TMPDIR to a folder with a short path that has room.",
+            )
 
     def _spawn(self, cls: type, name: str, devices: list[int], *args: Any) -> Any:
         import ray

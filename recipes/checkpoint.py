@@ -30,7 +30,7 @@ from recipes.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
 FOLDER, LATEST, STATE, LOCK = "checkpoints", "latest", "state.json", ".lock"
-_RESERVE = 64 << 20  # bytes left free for metrics and logs
+RESERVE = 64 << 20  # bytes left free for metrics and logs
 # Keys that may change between the parts of a run without changing its bits.
 _FREE_KEYS = ("trainer.steps", "trainer.resume", "trainer.save_interval", "trainer.keep_checkpoints")
 _FREE_GROUPS = ("logger.", "orchestrator.", "trainer.output_dir", "experiment")
@@ -43,6 +43,12 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]
+
+
+def free_bytes(folder: str | os.PathLike[str]) -> int:
+    """Free bytes of the file system that holds ``folder``, or will once it is created."""
+    path = Path(folder).absolute()
+    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
 
 
 def _sync(path: Path) -> None:
@@ -123,9 +129,8 @@ class Checkpointer:
         Raises:
             CheckpointError: names the folder, the bytes needed and the bytes free.
         """
-        place = next(p for p in (self.folder, *self.folder.parents) if p.exists())
-        free = shutil.disk_usage(place).free
-        need = self._expected + _RESERVE
+        free = free_bytes(self.folder)
+        need = self._expected + RESERVE
         if free < need:
             raise CheckpointError(
                 f"a checkpoint needs about {need >> 20} MiB, {free >> 20} MiB are free",

@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from recipes import checkpoint
+from recipes.actors import Cluster
 from recipes.checkpoint import Checkpointer, require_same_run, run_identity, run_lock, set_aside
 from recipes.config import build_config
-from recipes.errors import CheckpointError, ConfigError
+from recipes.errors import CheckpointError, ConfigError, EngineError
 
 
 def writer(text: str):
@@ -105,6 +107,17 @@ def test_no_space_is_said_before_anything_is_written(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"needs about 74 MiB, 70 MiB are free.*Free disk space"):
         saver.save(1, {}, writer("x"))
     assert not saver.folder.exists()
+
+
+def test_no_space_for_ray_is_said_before_it_starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "ray"))
+    monkeypatch.setitem(sys.modules, "ray", None)  # an import would fail
+    config = build_config({"orchestrator": {"object_store_bytes": 100 << 20}})
+    usage = shutil._ntuple_diskusage(1 << 40, 1 << 40, 70 << 20)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(EngineError, match=r"needs about 164 MiB.* 70 MiB are free.*RAY_TMPDIR") as error:
+        Cluster(config).start()
+    assert error.value.where == str(tmp_path / "ray")
 
 
 def test_disk_full_while_writing_keeps_the_previous_one(tmp_path):
