@@ -14,6 +14,7 @@ from recipes.errors import CheckpointError, ConfigError, EngineError, WeightSync
 from recipes.metrics.logging import differing_keys, read_metrics
 from recipes.reward import summarize
 from recipes.run import Run
+from tests.recipes import fakes
 from tests.recipes.fakes import FakeTask
 
 
@@ -185,7 +186,16 @@ def test_audit_reports_and_goes_on(tmp_path, monkeypatch):
     assert [r["consistency/mismatch_count"] for r in read_metrics(tmp_path)] == [0, 0, 0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("mode", ["audit", "native"])
+def test_fast_runs_to_the_end_and_reports(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_BITS", "3")
+    monkeypatch.setenv("FAKE_CONTRACT", "0")  # fast promises no bits: differing contracts are no reason to stop
+    assert make(tmp_path, {"consistency.mode": "fast", "rollout.top_p": 0.9}).execute() == 0
+    rows = read_metrics(tmp_path)
+    assert [r["consistency/mismatch_count"] for r in rows] == [0, 0, 0, 1, 0, 0]
+    assert json.loads((tmp_path / "manifest.json").read_text())["state"] == "completed"
+
+
+@pytest.mark.parametrize("mode", ["audit", "fast", "native"])
 def test_nan_stops_in_every_mode(tmp_path, monkeypatch, mode):
     monkeypatch.setenv("FAKE_NAN", "1")
     with pytest.raises(EngineError, match="1 are not finite"):
@@ -231,6 +241,26 @@ def test_resume_refuses_another_configuration(tmp_path):
     make(tmp_path, {"trainer.steps": 2}).execute()
     with pytest.raises(ConfigError, match=r"train.lr: 40.0 in the checkpoint, 1.0 now"):
         make(tmp_path, {"train.lr": 1.0}).execute()
+
+
+def test_a_removed_checkpoint_is_passed_over_whatever_latest_says(tmp_path):
+    make(tmp_path / "a").execute()
+    make(tmp_path / "b", {"trainer.steps": 4}).execute()
+    shutil.rmtree(tmp_path / "b/checkpoints/step_000004")
+    assert (tmp_path / "b/checkpoints/latest").read_text() == "step_000004\n"
+    assert make(tmp_path / "b").execute() == 0
+    sessions = json.loads((tmp_path / "b/manifest.json").read_text())["sessions"]
+    assert [s["first_step"] for s in sessions] == [0, 2]
+    assert differing_keys(read_metrics(tmp_path / "a"), read_metrics(tmp_path / "b")) == []
+
+
+def test_resume_refuses_another_contract(tmp_path, monkeypatch):
+    make(tmp_path, {"trainer.steps": 2}).execute()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    monkeypatch.setattr(fakes, "CONTRACT", "anotheranother00")  # on both sides: they agree with each other
+    with pytest.raises(CheckpointError, match="under contract fakefakefakefake, this machine .* anotheranother00"):
+        make(tmp_path).execute()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 class Data(FakeTask):
