@@ -391,9 +391,14 @@ class Cluster:
             train, rollout = self.describe()
             infos = [*train, *rollout]
             used = {b for info in infos for b in (info.get("backends") or {}).values()}
+            # The count belongs to a process; several actors of one process (tests) report the same one.
+            counts: dict[Any, int] = {}
+            for info in infos:
+                pid = info.get("pid")
+                counts[pid] = max(counts.get(pid, 0), int(info.get("fallback_count", 0)))
             self._kernel = {
                 "kernel/backend": ",".join(sorted(used)) or "stock",
-                "kernel/fallback_count": sum(int(info.get("fallback_count", 0)) for info in infos),
+                "kernel/fallback_count": sum(counts.values()),
                 "kernel/contract": infos[0].get("contract") or "none",
             }
         return self._kernel
