@@ -29,7 +29,7 @@ def main() -> int:
         "logger.report=false",
         "trainer.steps=6",
         "trainer.save_interval=2",
-        "orchestrator.object_store_bytes=80000000",
+        "orchestrator.object_store_bytes=100000000",
     ]
     config = build_config(OmegaConf.from_dotlist([*defaults, *sys.argv[2:]]))
     config.trainer.output_dir = sys.argv[1]
