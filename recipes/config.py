@@ -6,8 +6,9 @@ naming the key and the fix, before any engine starts.
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from recipes.errors import ConfigError
@@ -296,10 +297,17 @@ _AT_LEAST: tuple[tuple[float, str, str], ...] = (
     (1, "hardware", "nodes"),
     (1, "reward", "num_workers timeout_s"),
     (1, "consistency", "evidence_tokens"),
+    (0, "hardware", "devices memory_gib"),
+    (0, "model", "init_std num_experts"),
+    (0, "algorithm", "advantage_eps"),
+    (75 << 20, "orchestrator", "object_store_bytes"),  # Ray takes no less
 )
 _WITHIN: dict[str, tuple[float, float]] = {  # (low, high]
+    "model.rope_theta": (0.0, 1e30),
+    "model.rms_norm_eps": (0.0, 1.0),
+    "train.adam_eps": (0.0, 1.0),
     "rollout.top_p": (0.0, 1.0),
-    "rollout.temperature": (0.0, float("inf")),
+    "rollout.temperature": (1e-6, 1e6),  # logits divided by less or more than that are no distribution in float32
     "rollout.gpu_memory_utilization": (0.0, 1.0),
     "algorithm.gamma": (0.0, 1.0),
 }
@@ -317,6 +325,11 @@ def _check_fields(config: RunConfig) -> None:
         value = _get(config, key)
         if value not in allowed:
             raise _error(key, f"{value!r} is not a choice", f"Use one of {', '.join(map(str, allowed))}.")
+    for item in fields(config):
+        section = getattr(config, item.name)
+        for name, value in vars(section).items() if is_dataclass(section) else ():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise _error(f"{item.name}.{name}", f"{value!r} is out of range", "Use a finite number.")
     for least, group, names in _AT_LEAST:
         for name in names.split():
             value = getattr(getattr(config, group), name)
@@ -324,8 +337,19 @@ def _check_fields(config: RunConfig) -> None:
                 raise _error(f"{group}.{name}", f"{value!r} is too small", f"Use a value of at least {least:g}.")
     for key, (low, high) in _WITHIN.items():
         value = _get(config, key)
-        if not low < value <= high or value == float("inf"):
+        if not low < value <= high:
             raise _error(key, f"{value!r} is out of range", f"Use a value in ({low:g}, {high:g}].")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0.0 <= getattr(config.train, name) < 1.0:
+            raise _error(f"train.{name}", f"{getattr(config.train, name)!r} is out of range", "Use [0, 1).")
+    for key in ("rollout.max_model_len", "data.limit"):
+        value = _get(config, key)
+        if value is not None and value < 1:
+            raise _error(key, f"{value!r} is too small", "Use at least 1, or null.")
+    if config.trainer.seed >= 1 << 63:
+        raise _error("trainer.seed", f"{config.trainer.seed} is too large", "Use a value below 2**63.")
+    if not config.data.path:
+        raise _error("data.path", "is empty", "Name a file, a folder, a hub data set, or arithmetic.")
     if not 0.0 <= config.algorithm.gae_lambda <= 1.0:
         raise _error("algorithm.gae_lambda", f"{config.algorithm.gae_lambda!r} is out of range", "Use [0, 1].")
     if config.algorithm.dual_clip is not None and config.algorithm.dual_clip <= 1.0:

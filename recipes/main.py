@@ -50,14 +50,18 @@ def check_overrides(overrides: list[str]) -> None:
         key = override.key_or_group
         if key.startswith("hydra"):
             continue
+        if override.is_delete():
+            raise ConfigError("cannot be removed", where=key, fix="Leave the override out.")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
             hint = f"Did you mean {near[0]}? " if near else ""
             raise ConfigError(
                 "is not a configuration key", where=key, fix=hint + "recipes/config.py lists all of them."
             )
+        if key == "trainer.output_dir":
+            raise ConfigError("follows Hydra's run directory", where=key, fix="Use hydra.run.dir=<folder>.")
         value = override.value()
-        if key in groups and isinstance(value, str) and value not in groups[key]:
+        if key in groups and value not in groups[key]:
             raise ConfigError(f"{value!r} does not exist", where=key, fix=f"Choose one of {', '.join(groups[key])}.")
 
 
@@ -101,7 +105,7 @@ def _hydra_main(tree: DictConfig) -> None:
 def main() -> None:
     """Compose, validate, run. Exit codes: 0 done, 1 failed, 2 configuration refused, 130 interrupted."""
     try:
-        check_overrides([a for a in sys.argv[1:] if "=" in a and not a.startswith("-")])
+        check_overrides([a for a in sys.argv[1:] if a.startswith("~") or ("=" in a and not a.startswith("-"))])
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")
         _hydra_main()
     except ConfigError as error:

@@ -42,11 +42,17 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 continue
             try:
                 fields = json.loads(text)
+                if "\\ud" in text.lower():  # half of a surrogate pair is JSON, but no text that a tokenizer takes
+                    json.dumps(fields, ensure_ascii=False).encode()
             except json.JSONDecodeError as error:
                 raise DataError(
                     f"not JSON at column {error.colno}: {error.msg}; the line is {_shorten(text)!r}",
                     where=where,
                     fix="Repair or remove the line.",
+                ) from None
+            except (ValueError, RecursionError) as error:
+                raise DataError(
+                    f"cannot be used: {_shorten(str(error))}", where=where, fix="Repair or remove the line."
                 ) from None
             if not isinstance(fields, dict):
                 raise DataError(

@@ -134,6 +134,7 @@ def test_json_array_and_limit(tmp_path: Path) -> None:
         (b"[1, 2]", r"a.jsonl:3: a JSON list, an object is needed"),
         (b'{"prompt": "\xff", "label": 1}', r"a.jsonl:3: byte 13 is not UTF-8"),
         (b'{"prompt": "x", "answer": 1}', r"a.jsonl:3: no field 'label'; found answer, prompt.*data.label_key"),
+        (rb'{"prompt": "half a pair: \ud800", "label": 1}', r"a.jsonl:3: cannot be used: .*surrogates"),
         (b'{"question": "x", "label": 1}', r"a.jsonl:3: no field 'prompt'; found label, question.*data.prompt_key"),
         (b'{"prompt": "x", "label": null}', r"a.jsonl:3: field 'label' is None"),
         (b'{"prompt": "x", "label": "  "}', r"a.jsonl:3: field 'label' is '  '"),
