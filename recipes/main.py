@@ -70,6 +70,10 @@ def _resume_command(output_dir: str) -> str:
     return shlex.join(["python", "-m", "recipes.main", *kept, f"hydra.run.dir={output_dir}"])
 
 
+def _of_file(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}. Check that hydra.run.dir is a folder that can be written."
+
+
 def _launch(config: RunConfig) -> int:
     if config.orchestrator.name == "vime":
         import recipes.vime as vime
@@ -99,6 +103,11 @@ def _hydra_main(tree: DictConfig) -> None:
     except (RecipeError, RLKernelError) as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1
+    except OSError as error:
+        if error.filename is None:  # not about a file: a fault of the program, shown with its traceback
+            raise
+        print(f"error: {_of_file(error)}", file=sys.stderr)
+        code = 1
     sys.exit(code)  # from here, so that Hydra adds no traceback to a message that already says what to do
 
 
@@ -110,6 +119,11 @@ def main() -> None:
         _hydra_main()
     except ConfigError as error:
         print(f"configuration error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:  # Hydra could not make its run directory
+        if error.filename is None:
+            raise
+        print(f"configuration error: hydra.run.dir: {_of_file(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:  # before the run takes the signals over
         sys.exit(130)

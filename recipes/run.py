@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from recipes.actors import Cluster
-from recipes.checkpoint import Checkpointer, require_same_run, run_identity, run_lock, set_aside
+from recipes.checkpoint import Checkpoint, Checkpointer, require_same_run, run_identity, run_lock, set_aside
 from recipes.config import RunConfig
 from recipes.errors import CheckpointError, DataError, EngineError, RecipeError, WeightSyncError
 from recipes.loop import Loop
@@ -97,11 +97,20 @@ class Run:
             config.trainer.output_dir, keep=config.trainer.keep_checkpoints, expected_bytes=trained
         )
 
-    def resume(self) -> None:
-        """Continue the newest checkpoint of the run directory, if there is one; then sync the weights."""
-        loop, found = self.loop, self.checkpointer.latest()
+    def find_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint of the run directory, of this very configuration; before any process starts."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.task.close)
+            found = self.checkpointer.latest()
+            if found:
+                require_same_run(found.state["identity"], self.config.to_dict(), self._data())
+            stack.pop_all()
+        return found
+
+    def resume(self, found: Checkpoint | None) -> None:
+        """Continue ``found``, if there is one; then sync the weights."""
+        loop = self.loop
         if found:
-            require_same_run(found.state["identity"], self.config.to_dict(), self._data())
             saved, now = found.state.get("contract"), self._contract()
             if saved != now:
                 raise CheckpointError(
@@ -198,6 +207,7 @@ class Run:
         if config.trainer.resume == "never":
             set_aside(folder)
         self.checkpointer.require_space()
+        found = self.find_checkpoint()
         signals = Signals()
         try:
             with signals, contextlib.ExitStack() as stack:
@@ -206,7 +216,7 @@ class Run:
                 stack.callback(self.cluster.shutdown)
                 self.cluster.start(signals.install)
                 require_same_contract(config.consistency.mode, *self.cluster.infos)
-                self.resume()
+                self.resume(found)
                 self.manifest = Manifest(folder, config.to_dict(), first_step=loop.step, data=self.task.info())
                 self.manifest.engines(*self.cluster.infos)
                 self.manifest.weights(loop.step, loop.weight_hash)

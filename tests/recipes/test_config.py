@@ -201,3 +201,16 @@ def test_command_line_exits_with_2_and_one_line(tmp_path, overrides, expected):
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert expected in done.stderr.strip().splitlines()[-1]
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.main", f"hydra.run.dir={tmp_path}/file/x"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"hydra.run.dir: {tmp_path}/file/x: Not a directory" in done.stderr

@@ -237,8 +237,9 @@ def test_metrics_without_a_checkpoint_are_kept(tmp_path):
     assert len(read_metrics(tmp_path)) == 1
 
 
-def test_resume_refuses_another_configuration(tmp_path):
+def test_resume_refuses_another_configuration(tmp_path, monkeypatch):
     make(tmp_path, {"trainer.steps": 2}).execute()
+    monkeypatch.setattr(InlineCluster, "start", lambda *_: pytest.fail("processes were started first"))
     with pytest.raises(ConfigError, match=r"train.lr: 40.0 in the checkpoint, 1.0 now"):
         make(tmp_path, {"train.lr": 1.0}).execute()
 

@@ -59,7 +59,7 @@ class Driver:
             for process in self.members():
                 process.kill()
             raise
-        deadline = time.monotonic() + 60  # Ray's agents look for their raylet every few seconds, later on a busy machine
+        deadline = time.monotonic() + 60  # Ray's agents look for their raylet now and then only
         while self.members() and time.monotonic() < deadline:
             time.sleep(0.2)
         left = self.members()
