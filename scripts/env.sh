@@ -23,13 +23,16 @@ satisfied() { "$1" "$root/scripts/check_lock.py" "$lock" "${2:-}" >/dev/null 2>&
 here() { # is this checkout, compiled, what the interpreter imports?
   (cd / && "$1" -c 'import sys, rl_kernel._C as c; sys.exit(not c.__file__.startswith(sys.argv[1] + "/"))' "$root") 2>/dev/null
 }
+need_compiler() {
+  command -v "${CXX:-g++}" >/dev/null || die "no C++ compiler: install g++ (Debian: apt-get install g++) or set CXX"
+}
 build() { # compile csrc when its sources, setup.py or the interpreter changed
   local python=$1 stamp want
   stamp=$root/build/.stamp-$platform
   want=$(cd "$root" && { "$python" -c 'import sys, torch; print(sys.executable, torch.__version__)'; printf '%s\n' "${RLK_BUILD:-$platform}"
          find csrc setup.py pyproject.toml -type f -print0 | sort -z | xargs -0 sha256sum; } | sha256sum | cut -c1-32)
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] && here "$python"; then return; fi
-  command -v "${CXX:-g++}" >/dev/null || die "no C++ compiler: install g++ (Debian: apt-get install g++) or set CXX"
+  need_compiler
   say "compiling the operators (about a minute)"
   mkdir -p "$root/build"
   (cd "$root" && RLK_BUILD=${RLK_BUILD:-$platform} "$python" -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e . >"$root/build/install.log" 2>&1) ||
@@ -53,6 +56,7 @@ if [ -z "$python" ] || ! satisfied "$python"; then
       if [ -n "$candidate" ] && usable "$candidate"; then base=$candidate; break; fi
     done
     [ -n "$base" ] || die "no Python 3.11 or 3.12 with venv found; install one (Debian: apt-get install python3-venv python3-dev) or set PYTHON"
+    need_compiler # before minutes of downloads
     say "making $venv from requirements/$platform.txt with $("$base" --version)"
     [ -x "$python" ] || "$base" -m venv "$venv"
     pip() { "$python" -m pip --disable-pip-version-check "$@"; }

@@ -45,6 +45,14 @@ def test_setup_without_a_compiler_says_what_to_install(tmp_path: Path) -> None:
     assert "no C++ compiler: install g++" in result.stderr
 
 
+def test_environment_without_a_compiler_fails_before_it_downloads(tmp_path: Path) -> None:
+    places = {"RLK_VENV": str(tmp_path / "venv"), "VIRTUAL_ENV": ""}
+    result = run("bash", "scripts/env.sh", "cpu", CXX=str(tmp_path / "missing-g++"), **places)
+    assert result.returncode == 1
+    assert "no C++ compiler: install g++" in result.stderr
+    assert not (tmp_path / "venv").exists()
+
+
 def test_setup_refuses_an_unknown_build() -> None:
     result = run(sys.executable, "setup.py", "--version", RLK_BUILD="gpu")
     assert result.returncode != 0
