@@ -202,6 +202,11 @@ def test_token_outside_of_the_vocabulary(tokenizer: Any) -> None:
         PromptDataset(DataConfig(), tokenizer, vocab_size=64)
 
 
+def test_a_missing_tokenizer_folder_is_named_without_asking_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"tokenizer {tmp_path}/none .*model.path.*: no such folder"):
+        load_tokenizer(f"{tmp_path}/none")
+
+
 def test_duplicates(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"prompt": "a", "label": 1}, {"prompt": "a", "label": 2}, {"prompt": "a", "label": 1}]
     path = write(tmp_path / "a.jsonl", rows)
