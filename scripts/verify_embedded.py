@@ -59,7 +59,8 @@ def matrix(steps: int) -> list[Run]:
         runs.append(Run(f"grpo-strict-seed{seed}", (f"trainer.seed={seed}",), steps // 2, learns=True))
     for temperature in (0.7, 1.3):
         runs.append(Run(f"grpo-strict-temperature{temperature}", (f"rollout.temperature={temperature}",), 20))
-    pressure = ("rollout.max_num_batched_tokens=64", "rollout.kv_cache_bytes=400000")
+    # Prefills in pieces, and a cache too small for all requests at once, so that some are preempted.
+    pressure = ("rollout.max_num_batched_tokens=40", "rollout.kv_cache_bytes=200000", "rollout.max_num_seqs=8")
     runs.append(Run("grpo-strict-chunked-preempted", pressure, 20))
     runs.append(Run("grpo-strict-dp2", ("train.data_parallel_size=2",), 20))
     runs.append(Run("ppo-strict", ("algorithm=ppo",), steps // 2, falls="loss/value"))
