@@ -110,7 +110,8 @@ def execute(run: Run, folder: Path) -> dict[str, Any]:
     edge = min(20, max(1, len(rows) // 2))
     return {
         "name": run.name,
-        "command": shlex.join(["python", *command[1:]]),
+        # Without the folder, which differs from machine to machine.
+        "command": shlex.join(["python", *(item for item in command[1:] if not item.startswith("hydra.run.dir="))]),
         "exit_code": code,
         "steps": len(rows),
         "seconds": round(time.time() - started, 1),
@@ -155,6 +156,8 @@ def report(results: list[dict[str, Any]], about: dict[str, str]) -> str:
 
     lines = ["# Embedded runs: real vLLM and real Megatron-Core on a CPU", ""]
     lines += [f"- {key}: {value}" for key, value in about.items()]
+    others = sorted({f"{row['name']} at {row['commit']}" for row in results if row["commit"] != about["commit"]})
+    lines += [f"- rows of another commit: {', '.join(others)}"] if others else []
     lines += [
         "",
         "Reward: mean of the first and of the last 20 steps. Memory: peak proportional set size of all processes.",
@@ -188,22 +191,28 @@ def main() -> None:
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     model = names[0].split(":")[1].strip() if names else platform.machine()
     about = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", "scripts/verify_embedded.py", *sys.argv[1:]]),
         "commit": commit.stdout.strip(),
         "machine": f"{model}, {psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, no GPU",
         "date": datetime.date.today().isoformat(),
     }
-    results = []
-    for run in matrix(arguments.steps):
+    runs = matrix(arguments.steps)
+    path = arguments.report.with_suffix(".json")
+    rows: dict[str, dict[str, Any]] = {}
+    if arguments.only is not None and path.exists():  # keep the other rows, each with the commit it was measured at
+        kept = json.loads(path.read_text())
+        about = {key: kept[key] for key in about}
+        rows = {row["name"]: row for row in kept["runs"]}
+    for run in runs:
         if arguments.only is not None and not any(part in run.name for part in arguments.only):
             continue
         result = execute(run, folder / run.name)
-        result["verdict"] = verdict(run, result)
-        results.append(result)
-        print(json.dumps({k: v for k, v in result.items() if k != "command"}), flush=True)
-        arguments.report.with_suffix(".json").write_text(json.dumps({**about, "runs": results}, indent=1) + "\n")
-        arguments.report.with_suffix(".md").write_text(report(results, about), encoding="utf-8")
-    sys.exit(any(row["verdict"] != "pass" for row in results))
+        rows[run.name] = result | {"verdict": verdict(run, result), "commit": commit.stdout.strip()}
+        print(json.dumps({k: v for k, v in rows[run.name].items() if k != "command"}), flush=True)
+        ordered = [rows[known.name] for known in runs if known.name in rows]
+        path.write_text(json.dumps({**about, "runs": ordered}, indent=1) + "\n")
+        arguments.report.with_suffix(".md").write_text(report(ordered, about), encoding="utf-8")
+    sys.exit(any(row["verdict"] != "pass" for row in rows.values()))
 
 
 if __name__ == "__main__":
