@@ -112,7 +112,7 @@ def test_sigkill_mid_step_leaves_nothing_behind_and_resumes(clean, tmp_path):
 
 @pytest.mark.parametrize("seconds", [4, 9])
 def test_sigterm_while_starting(tmp_path, seconds):
-    run = Driver(tmp_path, FAKE_SLOW="1", FAKE_SLOW_START="1")
+    run = Driver(tmp_path, "trainer.steps=2000", FAKE_SLOW="1", FAKE_SLOW_START="1")  # never done by then
     time.sleep(seconds)
     run.process.terminate()
     # 130 from our handler; before it stands, or while Ray starts, the signal's own end. Never a process left behind.
