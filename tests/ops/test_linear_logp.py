@@ -354,7 +354,10 @@ def test_huge_logits():
     h[:, 0], w[:, 0] = 100.0, 100.0  # adds 1e4 to every logit
     out = linear_logp(h, w, targets)
     exact = torch.log_softmax(h.double() @ w.double().t(), -1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    assert torch.allclose(out.logp.double()[targets >= 0], exact[targets >= 0], atol=2e-2)
+    eager = torch.log_softmax(h @ w.t(), -1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    kept = targets >= 0
+    error, bound = ((v.double() - exact)[kept].abs().max() for v in (out.logp, eager))
+    assert 0 < error <= 2 * bound  # a logit near 1e4 is known to 2**-11 only, by either path
 
 
 @pytest.mark.parametrize(
