@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes.actors import Cluster
 from recipes.algorithms.grpo import informative_groups
 from recipes.batching import derive_seed
+from recipes.cluster import Cluster
 from recipes.config import RunConfig
 from recipes.engines.types import SamplingParams
 from recipes.errors import EngineError, WeightSyncError

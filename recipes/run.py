@@ -12,8 +12,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from recipes.actors import Cluster
 from recipes.checkpoint import Checkpoint, Checkpointer, require_same_run, run_identity, run_lock, set_aside
+from recipes.cluster import Cluster
 from recipes.config import RunConfig
 from recipes.errors import CheckpointError, DataError, EngineError, RecipeError, WeightSyncError
 from recipes.loop import Loop

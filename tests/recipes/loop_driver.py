@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from recipes.actors import Cluster
+from recipes.cluster import Cluster
 from recipes.config import build_config
 from recipes.errors import RecipeError
 from recipes.run import Run

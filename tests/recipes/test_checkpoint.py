@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from recipes import checkpoint
-from recipes.actors import Cluster
 from recipes.checkpoint import Checkpointer, require_same_run, run_identity, run_lock, set_aside
+from recipes.cluster import Cluster
 from recipes.config import build_config
 from recipes.errors import CheckpointError, ConfigError, EngineError
 

@@ -7,8 +7,9 @@ import shutil
 
 import pytest
 
-from recipes.actors import Cluster, RolloutActor, TrainActor
+from recipes.actors import RolloutActor, TrainActor
 from recipes.checkpoint import run_lock
+from recipes.cluster import Cluster
 from recipes.config import RunConfig, build_config
 from recipes.errors import CheckpointError, ConfigError, EngineError, WeightSyncError
 from recipes.metrics.logging import differing_keys, read_metrics

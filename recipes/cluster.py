@@ -1,0 +1,303 @@
+"""The processes of a run: starts them as actors, calls them, watches and stops them.
+
+An error of an actor carries the tail of its log. Actors die with the driver: Ray's processes are bound to the driver's
+life, and an actor exits when its raylet goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recipes.actors import ROLLOUT_ENGINE, TRAIN_ENGINE, RolloutActor, TrainActor
+from recipes.batching import MicroBatch
+from recipes.checkpoint import RESERVE, free_bytes
+from recipes.config import RunConfig
+from recipes.engines.types import Sample, SamplingParams
+from recipes.errors import EngineError, RecipeError, WeightSyncError
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Cluster:
+    """All processes of a run.
+
+    Args:
+        config: the run.
+        rollout_engine, train_engine: import paths of the engine classes.
+
+    Raises:
+        EngineError: a process does not start, dies or does not answer in time; the message holds its log's tail.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, rollout_engine: str = ROLLOUT_ENGINE, train_engine: str = TRAIN_ENGINE
+    ) -> None:
+        self.config = config
+        self.logs = Path(config.trainer.output_dir) / "logs"
+        self._names: dict[Any, str] = {}
+        self.rollout: list[Any] = []
+        self.train: list[Any] = []
+        self._closed = False
+        self._kernel: dict[str, Any] | None = None
+        self._engines = (rollout_engine, train_engine)
+
+    # ------------------------------------------------------------------ life
+
+    def start(self, ray_started: Callable[[], None] = lambda: None) -> None:
+        """Start Ray, call ``ray_started`` (Ray has replaced the signal handlers), start every actor, wait for each."""
+        self.require_space()
+        import ray
+
+        config, train = self.config, self.config.train
+        self.logs.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            address="local",  # not the cluster that RAY_ADDRESS may name
+            num_cpus=config.orchestrator.num_cpus,
+            num_gpus=0,
+            include_dashboard=False,
+            object_store_memory=config.orchestrator.object_store_bytes,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
+        ray_started()
+        port = _free_port()
+        for rank in range(train.world_size):
+            self.train.append(
+                self._spawn(TrainActor, f"train-{rank}", [rank], self._engines[1], config, rank, "127.0.0.1", port)
+            )
+        tp = config.rollout.tensor_parallel_size
+        for index in range(config.rollout.num_engines):
+            devices = list(range(index * tp, (index + 1) * tp))
+            self.rollout.append(self._spawn(RolloutActor, f"rollout-{index}", devices, self._engines[0], config))
+        actors = [*self.train, *self.rollout]
+        self._gather([(a, "start", ()) for a in actors], self.config.orchestrator.start_timeout_s)
+        self.infos = self.describe()
+
+    def require_space(self) -> None:
+        """Raise before Ray starts on a disk that cannot take its logs, and its object store where shared memory cannot.
+
+        Raises:
+            EngineError: names Ray's temporary folder, the bytes needed and the bytes free.
+        """
+        folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray looks for it
+        need, free = self.config.orchestrator.object_store_bytes + RESERVE, free_bytes(folder)
+        if free < need:
+            raise EngineError(
+                f"Ray needs about {need >> 20} MiB here (orchestrator.object_store_bytes and logs), {free >> 20} MiB "
+                "are free",
+                where=folder,
+                fix="Free disk space, or set RAY_TMPDIR to a folder with a short path that has room.",
+            )
+
+    def _spawn(self, cls: type, name: str, devices: list[int], *args: Any) -> Any:
+        import ray
+
+        config = self.config
+        side = config.train if cls is TrainActor else config.rollout
+        env = {"OMP_NUM_THREADS": str(side.num_threads), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        if config.hardware.device != "cpu":
+            offset = 0 if config.hardware.colocate or cls is TrainActor else config.train.world_size
+            shown = ",".join(str(d + offset) for d in devices)
+            env["CUDA_VISIBLE_DEVICES" if config.hardware.device == "cuda" else "HIP_VISIBLE_DEVICES"] = shown
+        actor: Any = (
+            ray.remote(cls)
+            .options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": env})
+            .remote(*args, str(self.logs / f"{name}.log"))
+        )
+        self._names[actor] = name
+        return actor
+
+    def shutdown(self) -> None:
+        """End every process. Idempotent, never raises, takes a few seconds at most."""
+        if self._closed:
+            return
+        self._closed = True
+        import ray
+
+        if not ray.is_initialized():
+            return
+        with contextlib.suppress(Exception):
+            ray.wait([a.shutdown.remote() for a in self._names], num_returns=len(self._names), timeout=5)
+        for actor in self._names:
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+
+    # ------------------------------------------------------------------ calls
+
+    def _tail(self, name: str, lines: int = 15) -> str:
+        path = self.logs / f"{name}.log"
+        if not path.is_file():
+            return f"(no log: {path})"
+        text = path.read_text(errors="replace").splitlines()[-lines:]
+        return f"Last lines of {path}:\n" + "\n".join(f"    {line}" for line in text)
+
+    def _gather(self, calls: Sequence[tuple[Any, str, tuple]], timeout: float | None = None) -> list[Any]:
+        """Results in the order of ``calls``. The first failure is raised at once, not after the slowest call."""
+        import ray
+
+        limit = self.config.orchestrator.step_timeout_s if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        refs = [getattr(actor, method).remote(*args) for actor, method, args in calls]
+        names = [f"{self._names[actor]}" for actor, _, _ in calls]
+        pending, results = list(refs), dict.fromkeys(refs)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
+            if not done:
+                late = [names[refs.index(r)] for r in pending]
+                raise EngineError(
+                    f"no answer from {', '.join(late)} to {calls[refs.index(pending[0])][1]} within {limit:g} s",
+                    where=late[0],
+                    fix=f"Raise orchestrator.step_timeout_s if the work is that long. {self._tail(late[0])}",
+                )
+            for ref in done:
+                index = refs.index(ref)
+                results[ref] = self._result(ref, names[index], calls[index][1])
+        return [results[ref] for ref in refs]
+
+    def _result(self, ref: Any, name: str, method: str) -> Any:
+        import ray
+
+        try:
+            return ray.get(ref)
+        except ray.exceptions.RayTaskError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, RecipeError):
+                raise cause from None
+            raise EngineError(f"{method} failed: {cause or error}", where=name, fix=f"{self._tail(name)}") from None
+        except ray.exceptions.RayActorError as error:
+            cause = getattr(error, "cause", None) or getattr(error, "__cause__", None)
+            first = str(cause or error).strip().splitlines()[-1]
+            raise EngineError(
+                f"the process died during {method}: {first}",
+                where=name,
+                fix=f"Checkpoints are intact; resume after removing the cause. {self._tail(name)}",
+            ) from None
+
+    def _put(self, value: Any) -> Any:
+        import ray
+
+        return ray.put(value)
+
+    def _ranks(self, method: str, shares: list[list[MicroBatch]], *args: Any) -> list[Any]:
+        """Call ``method`` on every training rank with the micro-batches of its data-parallel rank."""
+        refs = [self._put(share) for share in shares]
+        per_share = len(self.train) // len(shares)
+        return self._gather(
+            [(actor, method, (refs[rank // per_share], *args)) for rank, actor in enumerate(self.train)]
+        )
+
+    # ------------------------------------------------------------------ what the loop uses
+
+    def describe(self, timeout: float | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """What every training and rollout process says about itself."""
+        infos = self._gather([(a, "info", ()) for a in [*self.train, *self.rollout]], timeout)
+        return infos[: len(self.train)], infos[len(self.train) :]
+
+    def kernel(self) -> dict[str, Any]:
+        """``kernel/*`` of the step row: backends in use on both sides, fallbacks, contract. Asked for once."""
+        if self._kernel is None:
+            train, rollout = self.describe()
+            infos = [*train, *rollout]
+            used = {b for info in infos for b in (info.get("backends") or {}).values()}
+            # The count belongs to a process; several actors of one process (tests) report the same one.
+            counts: dict[Any, int] = {}
+            for info in infos:
+                pid = info.get("pid")
+                counts[pid] = max(counts.get(pid, 0), int(info.get("fallback_count", 0)))
+            self._kernel = {
+                "kernel/backend": ",".join(sorted(used)) or "stock",
+                "kernel/fallback_count": sum(counts.values()),
+                "kernel/contract": infos[0].get("contract") or "none",
+            }
+        return self._kernel
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams, seeds: list[int], version: int
+    ) -> list[Sample]:
+        """Responses in the order of ``prompts``; prompts are dealt to the engines round-robin.
+
+        Args:
+            prompts: token ids.
+            params: the same for all.
+            seeds: one per response, prompt by prompt.
+            version: of the weights that every engine must hold.
+        """
+        engines = len(self.rollout)
+        rows = [seeds[i * params.n : (i + 1) * params.n] for i in range(len(prompts))]
+        calls = [
+            (actor, "generate", (prompts[e::engines], params, [s for row in rows[e::engines] for s in row], version))
+            for e, actor in enumerate(self.rollout)
+            if prompts[e::engines]
+        ]
+        samples = [
+            replace(s, prompt_index=s.prompt_index * engines + e)
+            for e, part in enumerate(self._gather(calls))
+            for s in part
+        ]
+        return sorted(samples, key=lambda s: (s.prompt_index, s.sample_index))
+
+    def per_sample(self, method: str, shares: list[list[MicroBatch]], count: int, *args: Any) -> list[np.ndarray]:
+        """``logp`` or ``values`` of samples 0..count-1."""
+        found: dict[int, np.ndarray] = {}
+        for part in self._ranks(method, shares, *args):
+            found |= part
+        missing = [i for i in range(count) if i not in found]
+        if missing:
+            raise EngineError(f"{method} returned nothing for samples {missing[:5]}", where="train")
+        return [found[i] for i in range(count)]
+
+    def update(self, shares: list[list[MicroBatch]], role: str) -> dict[str, float]:
+        """One optimizer step. Weighted sums are added over data-parallel ranks, in rank order; ``<role>/*`` (gradient
+        norm, learning rate) is the same on every rank."""
+        totals: dict[str, float] = {}
+        for part in self._ranks("update", shares, role):
+            for key, value in part.items():
+                totals[key] = value if key.startswith(role) else totals.get(key, 0.0) + value
+        return totals
+
+    def sync(self, version: int) -> str:
+        """Send the policy to every rollout engine; returns the content hash both sides agree on.
+
+        Raises:
+            WeightSyncError: an engine holds other bytes than the trainer afterwards.
+        """
+        exported = next(x for x in self._gather([(a, "export", ()) for a in self.train]) if x is not None)
+        weights, wanted = self._put(exported[0]), exported[1]
+        held = self._gather([(a, "update_weights", (weights, version)) for a in self.rollout])
+        for actor, digest in zip(self.rollout, held):
+            if digest != wanted:
+                raise WeightSyncError(
+                    f"holds weights {digest[:16]} after the update, the trainer sent {wanted[:16]} (version {version})",
+                    where=self._names[actor],
+                    fix="The rollout would be stale; this is a bug in the engine's update_weights.",
+                )
+        return wanted
+
+    def save(self, folder: str) -> None:
+        """Every training rank writes its state under ``folder``."""
+        self._gather([(a, "save", (folder,)) for a in self.train])
+
+    def restore(self, folder: str) -> None:
+        """Every training rank reads its state from ``folder``."""
+        self._gather([(a, "restore", (folder,)) for a in self.train])
