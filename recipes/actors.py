@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from recipes.batching import MicroBatch, gather
+from recipes.batching import MicroBatch, Part, gather
 from recipes.config import RunConfig
 from recipes.engines.types import Sample, SamplingParams
 from recipes.losses import make_loss
@@ -109,7 +109,9 @@ class TrainActor:
         torch.set_num_threads(config.train.num_threads)
         self.config = config
         self.rank = rank
-        self.speaks = rank % config.train.tensor_parallel_size == 0  # other tensor-parallel ranks hold the same results
+        # Megatron counts ranks tensor parallel first, then context, then data. Tensor-parallel ranks hold the same
+        # results, so one of them speaks; context-parallel ranks hold different tokens, so each of those does.
+        self.speaks = rank % config.train.tensor_parallel_size == 0
         self._place = {
             "rank": rank,
             "world_size": config.train.world_size,
@@ -134,19 +136,22 @@ class TrainActor:
         """What the policy engine says about itself, plus the process id."""
         return _plain({**self.engines["policy"].info(), "roles": list(self.engines)})
 
-    def logp(self, batches: list[MicroBatch], role: str) -> dict[int, np.ndarray]:
-        """Log-probabilities of the sampled tokens under ``role``, by sample index; {} on silent ranks."""
-        found: dict[int, np.ndarray] = {}
+    def logp(self, batches: list[MicroBatch], role: str) -> dict[int, Part]:
+        """Log-probabilities of the sampled tokens that this rank holds under ``role``, by sample index; {} on silent
+        ranks."""
+        engine = self.engines[role]
+        found: dict[int, Part] = {}
         for batch in batches:
-            out = self.engines[role].forward_logp(batch.packed, self.config.temperature)
-            found |= gather(batch.packed, out.logp)
+            out = engine.forward_logp(batch.packed, self.config.temperature)
+            found |= gather(batch.packed, out.logp, engine.local_rows(batch.packed))
         return found if self.speaks else {}
 
-    def values(self, batches: list[MicroBatch]) -> dict[int, np.ndarray]:
-        """The critic's values of the states in which the sampled tokens were chosen."""
-        found: dict[int, np.ndarray] = {}
+    def values(self, batches: list[MicroBatch]) -> dict[int, Part]:
+        """The critic's values of the states in which the sampled tokens that this rank holds were chosen."""
+        engine = self.engines["critic"]
+        found: dict[int, Part] = {}
         for batch in batches:
-            found |= gather(batch.packed, self.engines["critic"].forward_values(batch.packed))
+            found |= gather(batch.packed, engine.forward_values(batch.packed), engine.local_rows(batch.packed))
         return found if self.speaks else {}
 
     def update(self, batches: list[MicroBatch], role: str) -> dict[str, float]:
@@ -154,7 +159,7 @@ class TrainActor:
         engine = self.engines[role]
         totals: dict[str, float] = {}
         for batch in batches:
-            loss = make_loss(role, batch, self.config)
+            loss = make_loss(role, batch, self.config, engine.local_rows(batch.packed))
             for metrics in engine.forward_backward([batch.packed], loss, self.config.temperature):
                 for key, value in metrics.items():
                     totals[key] = totals.get(key, 0.0) + float(value)

@@ -3,19 +3,26 @@
 Everything here is a deterministic function of its arguments: the same samples give the same packs on every machine.
 Per-token quantities of a response (``old_logp``, ``advantages``, ...) are arrays [n]; in a pack they are aligned with
 ``PackedBatch.target_ids``: position p - 1 + i, whose target is response token i, holds element i.
+
+The ranks of a context-parallel group get the same packs, each computes some rows of them (the engine says which), and
+:func:`gather` and :func:`join` put the parts of a response together again.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from recipes.config import TrainConfig
 from recipes.engines.types import PackedBatch, Sample
-from recipes.errors import DataError
+from recipes.errors import DataError, EngineError
+
+Part = tuple[np.ndarray, np.ndarray]  # some tokens of a response: int64 [k] which, float32 [k] their values
 
 
 @dataclass(eq=False)
@@ -99,16 +106,69 @@ def scatter(packed: PackedBatch, samples: Sequence[Sample], values: Sequence[np.
     return out
 
 
-def gather(packed: PackedBatch, values: torch.Tensor) -> dict[int, np.ndarray]:
-    """The inverse of :func:`scatter`: float32 [n] of each sample in the pack, bits kept, by ``sample_index``."""
+def gather(packed: PackedBatch, values: torch.Tensor, rows: torch.Tensor | None = None) -> dict[int, Part]:
+    """Per-response values out of a pack, by ``sample_index``; bits are kept.
+
+    Args:
+        packed: the pack, on any device.
+        values: float32 [T], or [T_local] of the positions ``rows``.
+        rows: int64 [T_local], positions of the pack; all of them when absent.
+
+    Returns:
+        The response tokens that ``rows`` cover, and their values. A sample without one is left out.
+    """
     flat = values.detach().to("cpu").numpy()
-    targets = packed.active.cpu().numpy()
-    out: dict[int, np.ndarray] = {}
-    for row, index in enumerate(packed.sample_index.tolist()):
-        if index >= 0:
-            a, b = int(packed.cu_seqlens[row]), int(packed.cu_seqlens[row + 1])
-            out[index] = flat[a:b][targets[a:b]].copy()
+    where = np.arange(packed.num_tokens) if rows is None else rows.to("cpu").numpy()
+    sampled = packed.active.cpu().numpy()[where]
+    flat, where = flat[sampled], where[sampled]
+    borders = packed.cu_seqlens.cpu().numpy().astype(np.int64)
+    sequence = np.searchsorted(borders, where, side="right") - 1
+    token = where - borders[sequence] - (packed.prompt_lens.cpu().numpy()[sequence] - 1)
+    indices = packed.sample_index.tolist()
+    out: dict[int, Part] = {}
+    for found in np.unique(sequence).tolist():
+        mine = sequence == found
+        out[indices[found]] = (token[mine], flat[mine])
     return out
+
+
+def join(parts: Iterable[Mapping[int, Part]], count: int, what: str = "the engine") -> list[np.ndarray]:
+    """Whole responses 0 .. count-1 from what the ranks gathered: float32 [n] each.
+
+    Raises:
+        EngineError: a response is missing, or one of its tokens is missing or came twice.
+    """
+    found: dict[int, list[Part]] = {}
+    for part in parts:
+        for index, piece in part.items():
+            found.setdefault(index, []).append(piece)
+    missing = [index for index in range(count) if index not in found]
+    if missing:
+        raise EngineError(f"{what} returned nothing for samples {missing[:5]}", where="train")
+    whole = []
+    for index in range(count):
+        token = np.concatenate([piece[0] for piece in found[index]])
+        order = np.argsort(token, kind="stable")
+        if not np.array_equal(token[order], np.arange(token.size)):
+            raise EngineError(
+                f"{what} returned tokens {token[order].tolist()[:8]} of sample {index}, not one value for each",
+                where="train",
+                fix="The engine's local_rows do not partition the pack over the context-parallel ranks.",
+            )
+        whole.append(np.concatenate([piece[1] for piece in found[index]])[order])
+    return whole
+
+
+def padding_of(train: TrainConfig) -> tuple[int, int]:
+    """``(sequence_multiple, pad_to_multiple)`` of the packs of a training group.
+
+    Context parallelism cuts every sequence into ``2 * cp`` equal chunks; sequence parallelism then cuts the tokens of a
+    context-parallel rank into tensor-parallel shares.
+    """
+    cp = train.context_parallel_size
+    sequence = 2 * cp if cp > 1 else 1
+    share = cp * train.tensor_parallel_size if train.sequence_parallel else 1
+    return sequence, math.lcm(sequence, share)
 
 
 def micro_batches(
@@ -119,6 +179,7 @@ def micro_batches(
     budget: int,
     indices: Sequence[int] | None = None,
     pad_to_multiple: int = 1,
+    sequence_multiple: int = 1,
 ) -> list[list[MicroBatch]]:
     """Packs of each data-parallel rank.
 
@@ -128,17 +189,20 @@ def micro_batches(
         data_parallel_size: number of ranks; one without a sequence gets an empty list.
         budget: tokens of a pack.
         indices: the samples to use, all when absent. ``PackedBatch.sample_index`` refers to ``samples``.
-        pad_to_multiple: see ``PackedBatch.from_samples``.
+        pad_to_multiple, sequence_multiple: see ``PackedBatch.from_samples`` and :func:`padding_of`.
     """
     chosen = list(range(len(samples)) if indices is None else indices)
-    lengths = [samples[i].num_tokens for i in chosen]
+    lengths = [-(-samples[i].num_tokens // sequence_multiple) * sequence_multiple for i in chosen]
     ranks: list[list[MicroBatch]] = []
     for share in split_by_tokens(lengths, data_parallel_size):
         batches = []
         for pack in pack_by_tokens([lengths[i] for i in share], budget):
             members = [chosen[share[i]] for i in pack]
             packed = PackedBatch.from_samples(
-                [samples[i] for i in members], indices=members, pad_to_multiple=pad_to_multiple
+                [samples[i] for i in members],
+                indices=members,
+                pad_to_multiple=pad_to_multiple,
+                sequence_multiple=sequence_multiple,
             )
             batches.append(MicroBatch(packed, {k: scatter(packed, samples, v) for k, v in columns.items()}))
         ranks.append(batches)

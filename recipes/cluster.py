@@ -1,18 +1,16 @@
 """The processes of a run: starts them as actors, calls them, watches and stops them.
 
-An error of an actor carries the tail of its log. Actors die with the driver: Ray's processes are bound to the driver's
-life, and an actor exits when its raylet goes.
+What carries the calls is a :class:`recipes.transport.Transport`: Ray, or plain processes. An error of an actor carries
+the tail of its log. Actors die with the driver.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +18,39 @@ from typing import Any
 import numpy as np
 
 from recipes.actors import ROLLOUT_ENGINE, TRAIN_ENGINE, RolloutActor, TrainActor
-from recipes.batching import MicroBatch
-from recipes.checkpoint import RESERVE, free_bytes
+from recipes.batching import MicroBatch, join
 from recipes.config import RunConfig
 from recipes.engines.types import Sample, SamplingParams
-from recipes.errors import EngineError, RecipeError, WeightSyncError
+from recipes.errors import ConfigError, EngineError, RecipeError, WeightSyncError
+from recipes.transport import ActorDiedError, ActorFailedError, Transport, choose
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def visible_devices(device: str, indices: Sequence[int], environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable that shows a process the devices ``indices`` of those that this process sees.
+
+    A process sees its own devices only, numbered from 0. Memory of the others stays reachable: CUDA and HIP open an IPC
+    handle of a device that is hidden by this variable, and NCCL and RCCL rely on it.
+
+    Raises:
+        ConfigError: this process sees fewer.
+    """
+    variable = "CUDA_VISIBLE_DEVICES" if device == "cuda" else "HIP_VISIBLE_DEVICES"
+    if variable not in environ:
+        return {variable: ",".join(map(str, indices))}
+    seen = [part.strip() for part in environ[variable].split(",") if part.strip()]
+    if max(indices) >= len(seen):
+        raise ConfigError(
+            f"the run wants device {max(indices)}, {variable}={environ[variable]!r} shows {len(seen)}",
+            where="hardware.devices",
+            fix=f"Show more devices in {variable}, unset it, or lower the parallel sizes.",
+        )
+    return {variable: ",".join(seen[i] for i in indices)}
 
 
 class Cluster:
@@ -55,30 +75,18 @@ class Cluster:
         self._closed = False
         self._kernel: dict[str, Any] | None = None
         self._engines = (rollout_engine, train_engine)
+        self.transport: Transport = choose(config.orchestrator)
 
     # ------------------------------------------------------------------ life
 
-    def start(self, ray_started: Callable[[], None] = lambda: None) -> None:
-        """Start Ray, call ``ray_started`` (Ray has replaced the signal handlers), start every actor, wait for each."""
-        self.require_space()
-        import ray
-
+    def start(self, started: Callable[[], None] = lambda: None) -> None:
+        """Start every actor and wait for each. ``started`` is called once the transport runs: Ray has replaced the
+        signal handlers then."""
+        self.transport.require_space()
         config, train = self.config, self.config.train
         self.logs.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address="local",  # not the cluster that RAY_ADDRESS may name
-            num_cpus=config.orchestrator.num_cpus,
-            num_gpus=0,
-            include_dashboard=False,
-            object_store_memory=config.orchestrator.object_store_bytes,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
-        )
-        ray_started()
+        self.transport.start()
+        started()
         port = _free_port()
         for rank in range(train.world_size):
             self.train.append(
@@ -92,37 +100,15 @@ class Cluster:
         self._gather([(a, "start", ()) for a in actors], self.config.orchestrator.start_timeout_s)
         self.infos = self.describe()
 
-    def require_space(self) -> None:
-        """Raise before Ray starts on a disk that cannot take its logs, and its object store where shared memory cannot.
-
-        Raises:
-            EngineError: names Ray's temporary folder, the bytes needed and the bytes free.
-        """
-        folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray looks for it
-        need, free = self.config.orchestrator.object_store_bytes + RESERVE, free_bytes(folder)
-        if free < need:
-            raise EngineError(
-                f"Ray needs about {need >> 20} MiB here (orchestrator.object_store_bytes and logs), {free >> 20} MiB "
-                "are free",
-                where=folder,
-                fix="Free disk space, or set RAY_TMPDIR to a folder with a short path that has room.",
-            )
-
     def _spawn(self, cls: type, name: str, devices: list[int], *args: Any) -> Any:
-        import ray
-
         config = self.config
         side = config.train if cls is TrainActor else config.rollout
         env = {"OMP_NUM_THREADS": str(side.num_threads), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         if config.hardware.device != "cpu":
             offset = 0 if config.hardware.colocate or cls is TrainActor else config.train.world_size
-            shown = ",".join(str(d + offset) for d in devices)
-            env["CUDA_VISIBLE_DEVICES" if config.hardware.device == "cuda" else "HIP_VISIBLE_DEVICES"] = shown
-        actor: Any = (
-            ray.remote(cls)
-            .options(num_cpus=0, max_restarts=0, runtime_env={"env_vars": env})
-            .remote(*args, str(self.logs / f"{name}.log"))
-        )
+            env |= visible_devices(config.hardware.device, [d + offset for d in devices], os.environ)
+        log = self.logs / f"{name}.log"
+        actor = self.transport.spawn(cls, (*args, str(log)), env=env, log=log)
         self._names[actor] = name
         return actor
 
@@ -131,17 +117,7 @@ class Cluster:
         if self._closed:
             return
         self._closed = True
-        import ray
-
-        if not ray.is_initialized():
-            return
-        with contextlib.suppress(Exception):
-            ray.wait([a.shutdown.remote() for a in self._names], num_returns=len(self._names), timeout=5)
-        for actor in self._names:
-            with contextlib.suppress(Exception):
-                ray.kill(actor)
-        with contextlib.suppress(Exception):
-            ray.shutdown()
+        self.transport.shutdown(list(self._names))
 
     # ------------------------------------------------------------------ calls
 
@@ -154,15 +130,14 @@ class Cluster:
 
     def _gather(self, calls: Sequence[tuple[Any, str, tuple]], timeout: float | None = None) -> list[Any]:
         """Results in the order of ``calls``. The first failure is raised at once, not after the slowest call."""
-        import ray
-
         limit = self.config.orchestrator.step_timeout_s if timeout is None else timeout
         deadline = time.monotonic() + limit
-        refs = [getattr(actor, method).remote(*args) for actor, method, args in calls]
+        refs = [self.transport.call(actor, method, args) for actor, method, args in calls]
         names = [f"{self._names[actor]}" for actor, _, _ in calls]
         pending, results = list(refs), dict.fromkeys(refs)
         while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
+            done = self.transport.wait(pending, max(deadline - time.monotonic(), 0.0))
+            pending = [ref for ref in pending if ref not in done]
             if not done:
                 late = [names[refs.index(r)] for r in pending]
                 raise EngineError(
@@ -176,31 +151,25 @@ class Cluster:
         return [results[ref] for ref in refs]
 
     def _result(self, ref: Any, name: str, method: str) -> Any:
-        import ray
-
         try:
-            return ray.get(ref)
-        except ray.exceptions.RayTaskError as error:
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, RecipeError):
-                raise cause from None
-            raise EngineError(f"{method} failed: {cause or error}", where=name, fix=f"{self._tail(name)}") from None
-        except ray.exceptions.RayActorError as error:
-            cause = getattr(error, "cause", None) or getattr(error, "__cause__", None)
-            first = str(cause or error).strip().splitlines()[-1]
+            return self.transport.result(ref)
+        except ActorFailedError as error:
+            if isinstance(error.cause, RecipeError):
+                raise error.cause from None
+            raise EngineError(f"{method} failed: {error.cause}", where=name, fix=f"{self._tail(name)}") from None
+        except ActorDiedError as error:
             raise EngineError(
-                f"the process died during {method}: {first}",
+                f"the process died during {method}: {error}",
                 where=name,
                 fix=f"Checkpoints are intact; resume after removing the cause. {self._tail(name)}",
             ) from None
 
     def _put(self, value: Any) -> Any:
-        import ray
-
-        return ray.put(value)
+        return self.transport.put(value)
 
     def _ranks(self, method: str, shares: list[list[MicroBatch]], *args: Any) -> list[Any]:
-        """Call ``method`` on every training rank with the micro-batches of its data-parallel rank."""
+        """Call ``method`` on every training rank with the micro-batches of its data-parallel rank: ranks count tensor
+        parallel first, then context, then data, and the first two work on the same sequences."""
         refs = [self._put(share) for share in shares]
         per_share = len(self.train) // len(shares)
         return self._gather(
@@ -258,18 +227,12 @@ class Cluster:
         return sorted(samples, key=lambda s: (s.prompt_index, s.sample_index))
 
     def per_sample(self, method: str, shares: list[list[MicroBatch]], count: int, *args: Any) -> list[np.ndarray]:
-        """``logp`` or ``values`` of samples 0..count-1."""
-        found: dict[int, np.ndarray] = {}
-        for part in self._ranks(method, shares, *args):
-            found |= part
-        missing = [i for i in range(count) if i not in found]
-        if missing:
-            raise EngineError(f"{method} returned nothing for samples {missing[:5]}", where="train")
-        return [found[i] for i in range(count)]
+        """``logp`` or ``values`` of samples 0..count-1, put together from the context-parallel ranks' tokens."""
+        return join(self._ranks(method, shares, *args), count, method)
 
     def update(self, shares: list[list[MicroBatch]], role: str) -> dict[str, float]:
-        """One optimizer step. Weighted sums are added over data-parallel ranks, in rank order; ``<role>/*`` (gradient
-        norm, learning rate) is the same on every rank."""
+        """One optimizer step. Weighted sums are added over data- and context-parallel ranks, in rank order;
+        ``<role>/*`` (gradient norm, learning rate) is the same on every rank."""
         totals: dict[str, float] = {}
         for part in self._ranks("update", shares, role):
             for key, value in part.items():

@@ -67,7 +67,7 @@ class TrainConfig:
     """The training engine: world size = tensor x context x data parallel."""
 
     tensor_parallel_size: int = 1
-    context_parallel_size: int = 1
+    context_parallel_size: int = 1  # zig-zag chunks of every sequence; same log-probabilities, see engines/megatron_cp
     data_parallel_size: int = 1
     sequence_parallel: bool = False
     micro_batch_tokens: int = 8192  # tokens of one packed forward pass, per data-parallel rank
@@ -193,9 +193,12 @@ class RewardConfig:
 
 @dataclass
 class OrchestratorConfig:
-    """Who starts the processes. ``local``: the embedded loop on Ray; ``vime``: vime on GPU nodes."""
+    """Who starts the processes. ``local``: the embedded loop on one machine; ``vime``: vime on GPU nodes."""
 
     name: str = "local"
+    backend: str = "auto"  # what the loop's processes are: ray | process | auto: ray where it is installed
+    weight_link: str = "auto"  # how weights travel: device (GPU memory) | host | auto: device where it works
+    weight_bucket_bytes: int = 1 << 30  # of weights in transit on each GPU at a time, twice; at least the largest one
     num_cpus: int = 2
     object_store_bytes: int = 200 << 20
     start_timeout_s: float = 300.0
@@ -278,6 +281,8 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "algorithm.loss_aggregation": ("token_mean", "sequence_mean"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "orchestrator.name": ("local", "vime"),
+    "orchestrator.backend": ("auto", "ray", "process"),
+    "orchestrator.weight_link": ("auto", "device", "host"),
     "logger.wandb": ("auto", "online", "offline", "off"),
     "trainer.resume": ("auto", "never"),
 }
@@ -300,6 +305,7 @@ _AT_LEAST: tuple[tuple[float, str, str], ...] = (
     (0, "hardware", "devices memory_gib"),
     (0, "model", "init_std num_experts"),
     (0, "algorithm", "advantage_eps"),
+    (1 << 20, "orchestrator", "weight_bucket_bytes"),
     (75 << 20, "orchestrator", "object_store_bytes"),  # Ray takes no less
 )
 _WITHIN: dict[str, tuple[float, float]] = {  # (low, high]
@@ -497,11 +503,7 @@ def _check_hardware(config: RunConfig) -> None:
                 "Use consistency=strict, audit or native.",
             )
     elif train.context_parallel_size > 1:
-        raise _error(
-            "train.context_parallel_size",
-            f"{train.context_parallel_size} needs orchestrator=vime; the embedded loop packs whole sequences",
-            "Use train.context_parallel_size=1.",
-        )
+        _check_context_parallel(config)
     if hardware.device == "cpu":
         _check_cpu_memory(config)
         return
@@ -520,6 +522,29 @@ def _check_hardware(config: RunConfig) -> None:
             f"false needs {train_world} + {rollout_world} devices, hardware={hardware.name} has {devices}",
             "Use hardware.colocate=true.",
         )
+
+
+def _check_context_parallel(config: RunConfig) -> None:
+    train, rollout = config.train, config.rollout
+    size = train.context_parallel_size
+    if config.consistency.mode == "native":
+        raise _error(
+            "train.context_parallel_size",
+            f"{size} needs the strict modules: Megatron's local attention, which consistency=native runs under "
+            "orchestrator=local, has no context parallelism",
+            "Use train.context_parallel_size=1, or another consistency mode.",
+        )
+    padded = -(-rollout.context_len // (2 * size)) * 2 * size  # every sequence is cut into 2 * size equal chunks
+    for key, limit in (
+        ("model.max_position_embeddings", config.model.max_position_embeddings),
+        ("train.micro_batch_tokens", train.micro_batch_tokens),
+    ):
+        if padded > limit:
+            raise _error(
+                key,
+                f"{limit} is less than one sequence padded for train.context_parallel_size={size} ({padded} tokens)",
+                f"Use at least {padded}, or lower rollout.max_response_len.",
+            )
 
 
 def _check_cpu_memory(config: RunConfig) -> None:

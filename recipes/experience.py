@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from recipes.algorithms import grpo, ppo
 from recipes.algorithms.common import token_weights
-from recipes.batching import MicroBatch, chunk, micro_batches
+from recipes.batching import MicroBatch, chunk, micro_batches, padding_of
 from recipes.config import RunConfig
 from recipes.engines.types import Sample
 from recipes.errors import DataError, EngineError
@@ -48,6 +49,15 @@ class Experience:
         stats = MismatchStats.from_batch(train, rollout, np.ones(train.size, bool), self.lengths)
         stats.require_tokens(sum(self.lengths))
         return stats
+
+    def digest(self) -> str:
+        """64 hex digits over the tokens of every response and the bits of its training log-probabilities: two runs of
+        equal weights, prompts and seeds agree in it if and only if they agree in every token and bit."""
+        found = hashlib.sha256()
+        for sample, logp in zip(self.samples, self.old_logp, strict=True):
+            found.update(np.asarray([len(sample.response_ids), *sample.response_ids], np.int64).tobytes())
+            found.update(np.ascontiguousarray(logp, np.float32).tobytes())
+        return found.hexdigest()
 
     def evidence(self, limit: int) -> list[dict[str, object]]:
         """The first ``limit`` tokens whose bits differ: enough to replay one of them."""
@@ -139,13 +149,15 @@ class Experience:
         """Micro-batches of each data-parallel rank over ``indices`` (all when absent)."""
         if not self.samples:
             raise DataError("there is no response to train on", where="rollout")
+        sequence_multiple, pad_to_multiple = padding_of(config.train)
         return micro_batches(
             self.samples,
             columns or {},
             data_parallel_size=config.train.data_parallel_size,
             budget=config.train.micro_batch_tokens,
             indices=indices,
-            pad_to_multiple=config.train.tensor_parallel_size if config.train.sequence_parallel else 1,
+            pad_to_multiple=pad_to_multiple,
+            sequence_multiple=sequence_multiple,
         )
 
     def metrics(self, config: RunConfig) -> dict[str, float | int]:

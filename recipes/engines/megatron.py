@@ -183,7 +183,7 @@ class MegatronEngine:
         """Log-probability, log-sum-exp and entropy of every target of ``batch``, fp32 [T] on the CPU.
 
         Position t holds ``log softmax(logits[t] / temperature)[target_ids[t]]``; 0 where the target is ignored. Under
-        context parallelism: of the positions that ``megatron_model.local_rows`` gives this rank.
+        context parallelism: of the positions that :meth:`local_rows` gives this rank.
 
         Guarantee (strict): bits depend on the weights and on the tokens of the same sequence up to t alone, not on the
         other sequences, the packing, the tensor- or context-parallel size or the number of threads.
@@ -199,9 +199,20 @@ class MegatronEngine:
     @in_own_mode
     @torch.no_grad()
     def forward_values(self, batch: PackedBatch) -> torch.Tensor:
-        """Critic's value of every position of ``batch``, fp32 [T] on the CPU. Raises as :meth:`forward_logp`."""
+        """Critic's value of every position of ``batch``, fp32 [T] on the CPU; under context parallelism of
+        :meth:`local_rows`. Raises as :meth:`forward_logp`."""
         self._require("critic")
         return self._values(self._checked(batch)).cpu()
+
+    def local_rows(self, batch: PackedBatch) -> torch.Tensor | None:
+        """int64 [T_local] on the device of ``batch``: its positions that this context-parallel rank computes, in the
+        order of its results. None without context parallelism: all of them. The ranks of a group partition the batch.
+        """
+        if self.train_config.context_parallel_size == 1:
+            return None
+        from recipes.engines.megatron_model import local_rows
+
+        return local_rows(self.model, batch, torch.arange(batch.num_tokens, device=batch.tokens.device))
 
     @in_own_mode
     def forward_backward(
@@ -279,10 +290,10 @@ class MegatronEngine:
                 fix="Lower rollout.max_prompt_len or rollout.max_response_len.",
             )
         config = self.model.config
-        if config.sequence_parallel and batch.num_tokens % config.tensor_model_parallel_size:
+        ranks = config.tensor_model_parallel_size * config.context_parallel_size
+        if config.sequence_parallel and batch.num_tokens % ranks:
             raise ConfigError(
-                f"{batch.num_tokens} tokens are not a multiple of train.tensor_parallel_size="
-                f"{config.tensor_model_parallel_size}",
+                f"{batch.num_tokens} tokens are not a multiple of {ranks} (tensor- times context-parallel size)",
                 where="train.sequence_parallel",
                 fix="Pack with PackedBatch.from_samples(pad_to_multiple=...).",
             )

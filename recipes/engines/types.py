@@ -92,7 +92,7 @@ class Sample:
 
 @dataclass(eq=False)
 class PackedBatch:
-    """Sequences laid end to end for one forward pass of the trainer, without padding between them.
+    """Sequences laid end to end for one forward pass of the trainer, padded only where a parallel layout needs it.
 
     Shapes: T = all tokens, B = sequences. Position t predicts ``target_ids[t]``, the token after it in the same
     sequence; it is ``IGNORE_INDEX`` wherever that token was not sampled by the policy (prompt, last position, padding).
@@ -136,7 +136,12 @@ class PackedBatch:
 
     @staticmethod
     def from_samples(
-        samples: Sequence[Sample], *, indices: Sequence[int] | None = None, pad_to_multiple: int = 1, pad_id: int = 0
+        samples: Sequence[Sample],
+        *,
+        indices: Sequence[int] | None = None,
+        pad_to_multiple: int = 1,
+        sequence_multiple: int = 1,
+        pad_id: int = 0,
     ) -> PackedBatch:
         """Pack ``samples`` in the given order.
 
@@ -144,6 +149,8 @@ class PackedBatch:
             samples: at least one.
             indices: what ``sample_index`` holds for each of them; 0, 1, ... when absent.
             pad_to_multiple: append one padding sequence so that T becomes a multiple (sequence parallelism needs it).
+            sequence_multiple: pad every sequence at its end to a multiple (context parallelism cuts each into equal
+                chunks). Padding follows the response, so causal attention keeps it away from every real token.
             pad_id: token of the padding.
 
         Raises:
@@ -158,11 +165,12 @@ class PackedBatch:
         lengths: list[int] = []
         for sample in samples:
             p, r = len(sample.prompt_ids), len(sample.response_ids)
-            tokens += [*sample.prompt_ids, *sample.response_ids]
-            positions += range(p + r)
-            targets += [IGNORE_INDEX] * (p - 1) + list(sample.response_ids) + [IGNORE_INDEX]
-            logp += [np.zeros(p - 1, np.float32), sample.rollout_logp, np.zeros(1, np.float32)]
-            lengths.append(p + r)
+            tail = -(p + r) % sequence_multiple
+            tokens += [*sample.prompt_ids, *sample.response_ids, *[pad_id] * tail]
+            positions += range(p + r + tail)
+            targets += [IGNORE_INDEX] * (p - 1) + list(sample.response_ids) + [IGNORE_INDEX] * (1 + tail)
+            logp += [np.zeros(p - 1, np.float32), sample.rollout_logp, np.zeros(1 + tail, np.float32)]
+            lengths.append(p + r + tail)
         sample_index = list(range(len(samples)) if indices is None else indices)
         prompt_lens = [len(sample.prompt_ids) for sample in samples]
         pad = -len(tokens) % pad_to_multiple

@@ -85,11 +85,12 @@ class FakeRollout:
 
 
 class FakeTrain:
-    """SGD on the table (policy) or on a vector of values (critic). Data-parallel gradients are added over gloo."""
+    """SGD on the table (policy) or on a vector of values (critic). Gradients of data- and context-parallel ranks are
+    added over gloo; context-parallel ranks deal the positions of a pack out one by one (Megatron: in chunks)."""
 
     def __init__(self, model, train, consistency, *, role, rank, world_size, master_addr, master_port, seed):
         self.role, self.rank, self.lr = role, rank, train.lr if role != "critic" else train.critic_lr
-        self.world = world_size
+        self.world, self.cp = world_size, train.context_parallel_size
         self.table = start_weights(seed).requires_grad_()
         self.value = torch.zeros(VOCAB, requires_grad=True)
         self.steps = 0
@@ -105,26 +106,33 @@ class FakeTrain:
     def info(self):
         return {"engine": "fake", "contract": CONTRACT, "backends": {"y": "fake"}}
 
+    def local_rows(self, packed: PackedBatch):
+        return None if self.cp == 1 else torch.arange(self.rank % self.cp, packed.num_tokens, self.cp)
+
+    def _own(self, packed: PackedBatch, x):
+        rows = self.local_rows(packed)
+        return x if rows is None else x[rows]
+
     def _logp(self, packed: PackedBatch, temperature):
         # One row at a time, as the rollout does, so that bits agree.
         rows = [torch.log_softmax(self.table[int(t) % VOCAB] / temperature, -1) for t in packed.tokens]
         target = packed.target_ids.clamp(min=0)
         logp = torch.stack([row[t] for row, t in zip(rows, target)])
         entropy = torch.stack([-(row.exp() * row).sum() for row in rows])
-        return torch.where(packed.active, logp, 0.0), torch.where(packed.active, entropy, 0.0)
+        return tuple(self._own(packed, torch.where(packed.active, x, 0.0)) for x in (logp, entropy))
 
     def forward_logp(self, packed, temperature):
         with torch.no_grad():
             return SimpleNamespace(logp=self._logp(packed, temperature)[0])
 
     def forward_values(self, packed):
-        return self.value.detach()[packed.tokens % VOCAB]
+        return self._own(packed, self.value.detach()[packed.tokens % VOCAB])
 
     def forward_backward(self, batches, loss_fn, temperature):
         found = []
         for packed in batches:
             if self.role == "critic":
-                loss, metrics = loss_fn(self.value[packed.tokens % VOCAB], packed)
+                loss, metrics = loss_fn(self._own(packed, self.value[packed.tokens % VOCAB]), packed)
             else:
                 loss, metrics = loss_fn(*self._logp(packed, temperature), packed)
             loss.backward()

@@ -52,7 +52,7 @@ def test_documented_overrides():
         "orchestrator=local",
         "train.tensor_parallel_size=2",
         "train.data_parallel_size=2",
-        "train.context_parallel_size=1",
+        "train.context_parallel_size=2",
         "rollout.tensor_parallel_size=1",
         "rollout.num_engines=2",
         "rollout.n_samples_per_prompt=4",
@@ -63,7 +63,7 @@ def test_documented_overrides():
     )
     assert config.trainer.steps == 7 and config.model.dtype == "float32" and config.algorithm.name == "ppo"
     assert config.consistency.mode == "audit" and config.consistency.segments == 2
-    assert config.train.world_size == 4 and config.train.temperature == config.temperature == 0.7
+    assert config.train.world_size == 8 and config.train.temperature == config.temperature == 0.7
 
 
 @pytest.mark.parametrize("name", choices("experiment"))
@@ -136,6 +136,17 @@ BAD = [
     ("algorithm.gae_lambda=1.5", "algorithm.gae_lambda", "[0, 1]"),
     ("train.micro_batch_tokens=10", "train.micro_batch_tokens", "less than one sequence"),
     ("train.sequence_parallel=true", "train.sequence_parallel", "tensor_parallel_size above 1"),
+    ("train.context_parallel_size=2 consistency=native", "train.context_parallel_size", "another consistency mode"),
+    (
+        "train.context_parallel_size=8 model.max_position_embeddings=90 rollout.max_model_len=90",
+        "model.max_position_embeddings",
+        "at least 96",
+    ),
+    (
+        "train.context_parallel_size=8 train.micro_batch_tokens=90 rollout.max_model_len=90",
+        "train.micro_batch_tokens",
+        "at least 96",
+    ),
     ("trainer.steps=0", "trainer.steps", "at least 1"),
     ("trainer.resume=maybe", "trainer.resume", "auto, never"),
     ("model.dtype=float16", "model.dtype", "float32, bfloat16"),
