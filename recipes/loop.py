@@ -138,7 +138,7 @@ class Loop:
         self.evaluate(batch)
         stats = batch.compare()
         row = {"step": self.step, "train/weight_version": self.step, **row, **stats.metrics(), **self.cluster.kernel()}
-        row["train/weight_hash"] = self.weight_hash[:16]
+        row["train/weight_hash"], row["consistency/digest"] = self.weight_hash[:16], batch.digest()[:16]
         strict = self.config.consistency.mode == "strict"
         if (stats.mismatch_count and strict) or row["consistency/nonfinite_count"]:
             write({**row, **self.times})

@@ -1,0 +1,211 @@
+"""Run the loop at Qwen3-8B shape on one or two H200s and write the evidence: reports/loop_<name>.{md,json}.
+
+    python scripts/verify_h200.py one [--only NAME ...] [key=value ...]     one GPU: strict, stock control, cost
+    python scripts/verify_h200.py two [--only NAME ...] [key=value ...]     two GPUs, several topologies
+
+Every row is the product's own entry point with Hydra overrides; metrics.jsonl, manifest.json and report.html of each
+stay in the output folder. A strict row must count no mismatch, the stock row some. Rows of one comparison draw the
+same prompts with the same seeds, so their first steps (equal weights) must agree in every token and bit, which the
+digest of tokens and log-probabilities shows. Further key=value arguments go to every row. A row that fails is written
+as FAIL, never left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = ("rollout", "logp", "update", "sync", "step")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row. Rows of one ``same`` start from equal weights and prompts: their first steps must have one digest."""
+
+    name: str
+    overrides: tuple[str, ...]
+    steps: int
+    strict: bool = True
+    same: str = ""
+    cost: str = ""  # rows of one name are compared in time: strict against stock
+
+
+def one() -> list[Run]:
+    experiment = "experiment=qwen3_8b_grpo_h200_1gpu"
+    fixed = (experiment, "rollout.ignore_eos=true", "rollout.max_response_len=512")  # equal lengths: equal work
+    return [
+        Run("strict", (experiment,), 10),
+        Run("stock", (experiment, "consistency=native"), 4, strict=False),
+        Run("cost-strict", fixed, 4, cost="one GPU"),
+        Run("cost-stock", (*fixed, "consistency=native"), 4, strict=False, cost="one GPU"),
+    ]
+
+
+def two() -> list[Run]:
+    def row(name: str, *overrides: str, steps: int = 3, strict: bool = True) -> Run:
+        base = ("experiment=qwen3_8b_grpo_h200_2gpu", "consistency.virtual_tp=2", *overrides)
+        return Run(name, base, steps, strict, same="two GPUs" if strict else "")
+
+    tp2, tp1x2 = (
+        ("rollout.tensor_parallel_size=2", "rollout.num_engines=1"),
+        ("rollout.tensor_parallel_size=1", "rollout.num_engines=2"),
+    )
+    train_tp2 = ("train.tensor_parallel_size=2", "train.context_parallel_size=1", "train.data_parallel_size=1")
+    train_cp2 = ("train.tensor_parallel_size=1", "train.context_parallel_size=2", "train.data_parallel_size=1")
+    train_dp2 = ("train.tensor_parallel_size=1", "train.context_parallel_size=1", "train.data_parallel_size=2")
+    return [
+        row("train TP2, rollout TP1 x 2", *train_tp2, *tp1x2),
+        row("train TP2, rollout TP2", *train_tp2, *tp2),
+        row("train CP2, rollout TP1 x 2", *train_cp2, *tp1x2),
+        row("train DP2, rollout TP2", *train_dp2, *tp2),
+        row("stock, train TP2, rollout TP2", *train_tp2, *tp2, "consistency=native", steps=2, strict=False),
+    ]
+
+
+def execute(run: Run, folder: Path, extra: list[str], timeout: float) -> dict[str, Any]:
+    """Run one configuration in a fresh folder and read its metrics back."""
+    overrides = [*run.overrides, *extra, f"trainer.steps={run.steps}", "logger=jsonl"]
+    command = [sys.executable, "-m", "recipes.main", *overrides, "trainer.resume=never", f"hydra.run.dir={folder}"]
+    started = time.time()
+    with folder.with_suffix(".log").open("w", encoding="utf-8") as log:
+        try:
+            code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=timeout).returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    timed = rows[1:] or rows  # the first step compiles, probes and warms up
+
+    def mean(key: str) -> float | None:
+        values = [row[key] for row in timed if row.get(key) is not None]
+        return sum(values) / len(values) if values else None
+
+    return {
+        "name": run.name,
+        "command": shlex.join(["python", *(item for item in command[1:] if not item.startswith("hydra.run.dir="))]),
+        "exit_code": code,
+        "steps": len(rows),
+        "seconds": round(time.time() - started, 1),
+        "active_tokens": sum(row["consistency/active_tokens"] for row in rows),
+        "mismatches": sum(row["consistency/mismatch_count"] for row in rows),
+        "max_abs_diff": max((row["consistency/max_abs_diff"] for row in rows), default=None),
+        "digest": rows[0].get("consistency/digest") if rows else None,
+        "reward": [row["reward/mean"] for row in rows],
+        "grad_norm": [row.get("train/policy_grad_norm") for row in rows],
+        "weight_hash": [row.get("train/weight_hash") for row in rows],
+        "backend": rows[-1].get("kernel/backend") if rows else None,
+        "fallback_count": rows[-1].get("kernel/fallback_count") if rows else None,
+        "contract": rows[-1].get("kernel/contract") if rows else None,
+        "response_tokens": mean("rollout/response_tokens"),
+        "times": {stage: mean(f"time/{stage}") for stage in STAGES},
+        "memory": {key: mean(key) for key in (rows[-1] if rows else {}) if key.startswith("memory/")},
+    }
+
+
+def verdict(run: Run, row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """``pass``, or what is wrong."""
+    if row["exit_code"] != 0 or row["steps"] != run.steps:
+        return f"FAIL: exit code {row['exit_code']} after {row['steps']} steps"
+    if run.strict and row["mismatches"]:
+        return f"FAIL: {row['mismatches']} mismatches"
+    if not run.strict and not row["mismatches"]:
+        return "FAIL: the stock control shows no mismatch"
+    if run.strict and len(set(row["weight_hash"])) != len(row["weight_hash"]):
+        return "FAIL: an update changed no weight"
+    digests = {other["digest"] for other in rows if run.same and other.get("same") == run.same and other["steps"]}
+    if len(digests) > 1:
+        return f"FAIL: first steps of {len(digests)} kinds"
+    return "pass"
+
+
+def report(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
+    """The Markdown report."""
+    lines = ["# The loop at Qwen3-8B shape", "", *(f"- {key}: {value}" for key, value in about.items()), ""]
+    lines += [
+        "| run | steps | active tokens | mismatches | max abs diff | first step | s | verdict |",
+        "|---|" + "---|" * 7,
+    ]
+    for row in rows:
+        worst = "" if row["max_abs_diff"] is None else f"{row['max_abs_diff']:.3g}"
+        cells = [row["name"], row["steps"], f"{row['active_tokens']:,}", f"{row['mismatches']:,}", worst]
+        cells += [(row["digest"] or "")[:12], row["seconds"], row["verdict"]]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += ["", "Seconds a step by stage (mean without the first step), response tokens a step:", ""]
+    lines += ["| run | tokens | " + " | ".join(STAGES) + " | rollout tok/s |", "|---|" + "---|" * (len(STAGES) + 2)]
+    for row in rows:
+        if row["response_tokens"] is None:
+            continue
+        times = [row["times"][stage] for stage in STAGES]
+        speed = row["response_tokens"] / times[0] if times[0] else 0.0
+        shown = ["" if t is None else f"{t:.2f}" for t in times]
+        lines.append("| " + " | ".join([row["name"], f"{row['response_tokens']:.0f}", *shown, f"{speed:.0f}"]) + " |")
+    for name in sorted({row["cost"] for row in rows if row["cost"]}):
+        strict, stock = (
+            next((r for r in rows if r["cost"] == name and r["strict"] is kind and r["steps"]), None)
+            for kind in (True, False)
+        )
+        if strict and stock:
+            ratios = [
+                f"{stage} {strict['times'][stage] / stock['times'][stage]:.3f}"
+                for stage in STAGES
+                if strict["times"][stage] and stock["times"][stage]
+            ]
+            lines += ["", f"Strict time over stock time, {name}: {', '.join(ratios)}."]
+    facts = ["backend", "contract", "fallback_count", "memory", "reward", "grad_norm", "weight_hash"]
+    lines += ["", "## Facts", "", *(f"- {r['name']}: " + json.dumps({k: r[k] for k in facts}) for r in rows)]
+    lines += ["", "## Commands", "", "```", *(row["command"] for row in rows), "```", ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("matrix", choices=("one", "two"))
+    parser.add_argument("--only", nargs="*", default=None, help="substrings of row names")
+    parser.add_argument("--steps", type=int, default=None, help="instead of each row's own number")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a row may take")
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "verify_h200")
+    parser.add_argument("--report", type=Path, default=None)
+    arguments, extra = parser.parse_known_args()
+    import torch
+
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    about = {
+        "command": shlex.join(["python", "scripts/verify_h200.py", *sys.argv[1:]]),
+        "commit": commit.strip() or os.environ.get("RLK_COMMIT", "unknown"),
+        "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        if torch.cuda.is_available()
+        else "cpu",
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+    target = arguments.report or ROOT / "reports" / f"loop_h200_{arguments.matrix}"
+    rows: list[dict[str, Any]] = []
+    for run in {"one": one, "two": two}[arguments.matrix]():
+        if arguments.only is not None and not any(part in run.name for part in arguments.only):
+            continue
+        run = Run(**{**vars(run), "steps": arguments.steps or run.steps})
+        name = "".join(c if c.isalnum() else "-" for c in run.name)
+        row = execute(run, arguments.out / name, extra, arguments.timeout)
+        rows.append({**row, "same": run.same, "cost": run.cost, "strict": run.strict})
+        rows[-1]["verdict"] = verdict(run, rows[-1], rows)
+        print(
+            json.dumps({k: v for k, v in rows[-1].items() if k not in ("command", "reward", "grad_norm")}), flush=True
+        )
+        target.with_suffix(".json").write_text(json.dumps({**about, "runs": rows}, indent=1) + "\n", encoding="utf-8")
+        target.with_suffix(".md").write_text(report(rows, about), encoding="utf-8")
+    sys.exit(any(row["verdict"] != "pass" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
