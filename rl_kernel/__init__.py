@@ -14,7 +14,7 @@ from rl_kernel.ops.linear import column_parallel_linear, linear
 from rl_kernel.ops.linear_logp import linear_logp, lm_head
 from rl_kernel.ops.logp import LinearLogpOutput, log_softmax, logp
 from rl_kernel.ops.rms_norm import rms_norm
-from rl_kernel.ops.rope import build_cos_sin_cache, rope
+from rl_kernel.ops.rope import build_cos_sin_cache, qk_norm_rope, rope
 from rl_kernel.ops.swiglu import swiglu
 from rl_kernel.registry import explain, get_mode, set_mode
 
@@ -41,6 +41,7 @@ __all__ = [
     "log_softmax",
     "logp",
     "padded_vocab_size",
+    "qk_norm_rope",
     "reduce_scatter",
     "require_equal",
     "rms_norm",

@@ -83,7 +83,9 @@ def calls(sample: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "rms_norm", lambda: norm.forward(empty(64, h), empty(h), 1e-6, empty(64, h))
     yield "rms_norm", lambda: norm.backward(empty(64, h), None, empty(64, h), empty(h), empty(64, dtype=F32))
     position, angles = torch.zeros(64, dtype=torch.int64), empty(64, 128, dtype=F32)
-    yield "rope", lambda: rope.norm_forward(empty(64, 32, 128), empty(128), 1e-6, position, angles)
+    yield "rope", lambda: rope.qk_norm_forward(
+        empty(64, 32, 128), empty(64, 8, 128), empty(128), empty(128), 1e-6, position, angles
+    )
     yield "swiglu", lambda: swiglu.forward(empty(64, 24576))
     yield "swiglu", lambda: swiglu.backward(empty(64, 12288), empty(64, 24576))
     ids = torch.zeros(64, dtype=torch.int64)

@@ -151,11 +151,11 @@ def elementwise() -> None:
         3 * x.numel() * 2 / speed, math.inf)  # fmt: skip
     position, cache = torch.arange(t, device="cuda"), torch.randn(t, 128, device="cuda")
     head = torch.randn(128, device="cuda").to(BF16)
-    for heads in (32, 8):
-        q = torch.randn(t, 48 * 128, device="cuda").to(BF16)[:, : heads * 128].view(t, heads, 128)
-        add("q/k norm + rope", f"{t}x{heads}x128", "triton",
-            lambda q=q: timed(lambda: rope.norm_forward(q, head, 1e-6, position, cache)), floor,
-            (2 * q.numel() * 2 + t * 512) / speed, 1.15)  # fmt: skip
+    qkv = torch.randn(t, 48, 128, device="cuda").to(BF16)
+    q, k = qkv[:, :32], qkv[:, 32:40]
+    add("q/k norm + rope", f"{t}x(32+8)x128", "triton",
+        lambda: timed(lambda: rope.qk_norm_forward(q, k, head, head, 1e-6, position, cache)), floor,
+        (2 * 40 * 128 * t * 2 + t * 512) / speed, 1.15)  # fmt: skip
     g, dy = torch.randn(t, 24576, device="cuda").to(BF16), torch.randn(t, 12288, device="cuda").to(BF16)
     add(
         "swiglu",

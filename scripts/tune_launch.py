@@ -190,8 +190,8 @@ def elementwise_cases() -> Iterator[Case]:
     for block, warps in ((2048, 4), (2048, 2), (4096, 4), (4096, 2), (1024, 1), (4096, 8)):
         yield (
             "rope/128/1", ANY, {"block": block, "warps": warps},
-            lambda: rope.norm_forward(q, head, 1e-6, position, cache),
-            lambda: rope.norm_forward(q, head, 1e-6, position, cache),
+            lambda: rope.qk_norm_forward(q, q[:, :8], head, head, 1e-6, position, cache),
+            lambda: rope.qk_norm_forward(q, q[:, :8], head, head, 1e-6, position, cache)[0],
         )  # fmt: skip
     g = torch.randn(8192, 24576, device="cuda").to(BF16)
     for block, warps in ((1024, 4), (2048, 4), (4096, 8), (1024, 2), (4096, 4)):

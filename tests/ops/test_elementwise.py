@@ -198,12 +198,43 @@ def test_embedding_shapes_and_errors():
         rl_kernel.embedding(torch.tensor([0.0]), weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_qk_norm_rope_is_both_operators_after_each_other(dtype):
+    qkv = normal(7, 6, 16, dtype=dtype)
+    weights, table = (normal(16, dtype=dtype), normal(16, dtype=dtype)), rl_kernel.build_cos_sin_cache(20, 16, 1e4)
+    positions = torch.tensor([3, 0, 19, 7, 7, 1, 2], dtype=torch.int32)
+
+    def run(fused):
+        x = qkv.clone().requires_grad_()
+        w = [weight.clone().requires_grad_() for weight in weights]
+        q, k = x[:, :3], x[:, 3:5]
+        if fused:
+            out = rl_kernel.qk_norm_rope(q, k, *w, 1e-6, positions, table)
+        else:
+            out = [rl_kernel.rope(rl_kernel.rms_norm(y, z, 1e-6), positions, table) for y, z in zip((q, k), w)]
+        (out[0].sum() + (out[1] * 2).sum()).backward()
+        return [*out, x.grad, w[0].grad, w[1].grad]
+
+    for one, two in zip(run(True), run(False), strict=True):
+        assert_same(one.detach(), two.detach())
+    with pytest.raises(ContractError, match="k_weight .* keep norm weights"):
+        rl_kernel.qk_norm_rope(qkv[:, :3], qkv[:, 3:], weights[0], weights[1].double(), 1e-6, positions, table)
+    with pytest.raises(ContractError, match="of one dtype"):
+        rl_kernel.qk_norm_rope(qkv[:, :3], qkv[:2, 3:], *weights, 1e-6, positions, table)
+
+
 def test_operator_registration():
     ops, x = torch.ops.rl_kernel, normal(5, 16).requires_grad_()
     cache, positions = rl_kernel.build_cos_sin_cache(10, 16, 1e4), torch.arange(5)
     heads = normal(5, 2, 16).requires_grad_()
     torch.library.opcheck(ops.rope.default, (heads, positions, cache))
     torch.library.opcheck(ops.rope_backward.default, (heads.detach(), positions, cache))
+    w = normal(16).requires_grad_()
+    torch.library.opcheck(ops.qk_norm_rope.default, (heads, heads.detach()[:, :1], w, w, 1e-6, positions, cache))
+    q, k, v = heads.detach(), heads.detach()[:, :1], w.detach()
+    torch.library.opcheck(
+        ops.qk_norm_rope_backward.default, (q, k, q, k, v, v, q[:, :, 0].repeat(1, 2)[:, :3].abs(), positions, cache)
+    )
     torch.library.opcheck(ops.swiglu.default, (x,))
     torch.library.opcheck(ops.swiglu_backward.default, (normal(5, 8), x.detach()))
     torch.library.opcheck(ops.embedding.default, (positions, x, 0))

@@ -59,16 +59,24 @@ def test_rope_fused_with_norm_equals_both_after_each_other():
         x = qkv[:, dim : dim + heads * dim].view(t, heads, dim)
         table = cache[:, :dim].contiguous()
         position = torch.randint(0, 4096, (t,), device="cuda")
-        w = data(dim, seed=seed + 1, heavy=False)
-        plain, both = op.forward(x, position, table), op.norm_forward(x, w, 1e-6, position, table)
-        tally.equal(both, op.forward(norm.forward(x, w, 1e-6)[0], position, table), "fused", (heads, t, dim))
+        w, kw = data(dim, seed=seed + 1, heavy=False), data(dim, seed=seed + 2, heavy=False)
+        k_heads = source.choice([1, 2])
+        k = qkv.view(t, heads + 2, dim)[:, heads + 2 - k_heads :]
+        plain = op.forward(x, position, table)
+        both, k_both, rstd = op.qk_norm_forward(x, k, w, kw, 1e-6, position, table)
+        normed, _, q_rstd = norm.forward(x, w, 1e-6)
+        tally.equal(both, op.forward(normed, position, table), "fused", (heads, t, dim))
+        tally.equal(k_both, op.forward(norm.forward(k, kw, 1e-6)[0], position, table), "fused k", (heads, t, dim))
+        assert differing(rstd[:, :heads], q_rstd) == 0
         c, s = table[position, None, : dim // 2], table[position, None, dim // 2 :]
         x1, x2 = x[..., : dim // 2].float(), x[..., dim // 2 :].float()
         tally.equal(plain, torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1).to(BF16), "torch formula")
         a = source.randrange(t)
         launch = {"block": source.choice([128, 512, 8192]), "warps": source.choice([1, 2, 8])}
         with triton_utils.override_launch("rope", launch):
-            tally.equal(both[a:], op.norm_forward(x[a:], w, 1e-6, position[a:], table), "slice and launch")
+            sliced = op.qk_norm_forward(x[a:], k[a:], w, kw, 1e-6, position[a:], table)
+            tally.equal(both[a:], sliced[0], "slice and launch")
+            tally.equal(k_both[a:], sliced[1], "slice and launch of k")
     tally.done()
 
 

@@ -85,8 +85,12 @@ def elementwise():
     a, b = q[..., :16].float(), q[..., 16:].float()
     found["rope"] = same(rope.forward(q, position, cache), torch.cat([a * c - b * sn, b * c + a * sn], -1).to(BF16))
     normed = norm.forward(q, head, 1e-6)[0]
-    fused = rope.norm_forward(q, head, 1e-6, position, cache)
+    k, k_head = randn(4, 3 * 32 + 8)[:, 8:72].view(4, 2, 32), randn(32)
+    k_normed, _, k_rstd = norm.forward(k, k_head, 1e-6)
+    fused, k_fused, rstd = rope.qk_norm_forward(q, k, head, k_head, 1e-6, position, cache)
     found["norm and rope fused"] = same(fused, rope.forward(normed, position, cache))
+    found["norm and rope of k fused"] = same(k_fused, rope.forward(k_normed, position, cache))
+    found["rstd of the fused norms"] = same(rstd[:, 3:], k_rstd)
     g = randn(3, 80)
     exact_in = g.double().requires_grad_()
     exact = torch.nn.functional.silu(exact_in[:, :40]) * exact_in[:, 40:]

@@ -60,7 +60,7 @@ def _load() -> str | None:
         torch.ops._vllm_fa3_C.fwd  # noqa: B018
     except (OSError, AttributeError, RuntimeError) as error:
         return f"{paths[0]} cannot be loaded: {error}"
-    unknown = {"q", "k", "v", "num_splits", "seqused_k", "page_table"} - set(_names())
+    unknown = {"q", "k", "v", "out", "num_splits", "seqused_k", "page_table"} - set(_names())
     return f"{paths[0]} has another interface (no {', '.join(sorted(unknown))})" if unknown else None
 
 
@@ -69,6 +69,8 @@ def _names() -> tuple[str, ...]:
     return tuple(argument.name for argument in torch.ops._vllm_fa3_C.fwd.default._schema.arguments)
 
 
+# Told that no sequence has more than one query, the library drops the causal mask and may take a wider key tile for it.
+_TWO = 2
 _NEUTRAL = {
     "is_causal": True,
     "window_size_left": -1,
@@ -105,7 +107,7 @@ def varlen_forward(
         v=v,
         cu_seqlens_q=cu_q,
         cu_seqlens_k=cu_q if cu_k is None else cu_k,
-        max_seqlen_q=q.shape[0],
+        max_seqlen_q=max(q.shape[0], _TWO),
         max_seqlen_k=k.shape[0],
         softmax_scale=q.shape[2] ** -0.5 if scale is None else scale,
     )
@@ -123,18 +125,20 @@ def paged_forward(
     *,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode and chunked prefill over a paged cache; arguments and result as in ``triton.paged_forward``."""
     if q.shape[0] == 0:
-        return torch.empty_like(q)
+        return torch.empty_like(q) if out is None else out
     keys = block_table.shape[1] * k_cache.shape[1]
     return _call(
         q=q,
         k=k_cache,
         v=v_cache,
+        out=out,
         cu_seqlens_q=cu_q,
         seqused_k=seq_lens,
-        max_seqlen_q=max_query_len or q.shape[0],
+        max_seqlen_q=max(max_query_len or q.shape[0], _TWO),
         max_seqlen_k=min(keys, max_seq_len or keys),
         page_table=block_table,
         softmax_scale=q.shape[2] ** -0.5 if scale is None else scale,

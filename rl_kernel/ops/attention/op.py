@@ -8,7 +8,7 @@ import torch
 
 from rl_kernel import registry
 from rl_kernel.errors import ContractError
-from rl_kernel.ops._operator import Operator
+from rl_kernel.ops._operator import Operator, untraced
 
 __all__ = ["attention_paged", "attention_varlen"]
 
@@ -45,8 +45,19 @@ def _paged_forward(
     cu_q: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
+    max_query_len: int,
+    max_seq_len: int,
 ) -> torch.Tensor:
-    return _module(q).paged_forward(q, k_cache, v_cache, block_table, cu_q, seq_lens, scale)
+    arguments = (q, k_cache, v_cache, block_table, cu_q, seq_lens, scale)
+    return _module(q).paged_forward(*arguments, **_hints(q, max_query_len, max_seq_len))
+
+
+def _hints(q: torch.Tensor, max_query_len: int, max_seq_len: int) -> dict[str, int]:
+    """Bounds for the GPU backends; the others walk the real lengths."""
+    if q.device.type == "cpu":
+        return {}
+    given = {"max_query_len": max_query_len, "max_seq_len": max_seq_len}
+    return {name: value for name, value in given.items() if value}
 
 
 class _Gradient:
@@ -76,7 +87,7 @@ _attention_varlen_backward = Operator(
 _attention_paged = Operator(
     "attention_paged",
     _paged_forward,
-    lambda q, k_cache, v_cache, block_table, cu_q, seq_lens, scale: q.new_empty(q.shape),
+    lambda q, k_cache, v_cache, block_table, cu_q, seq_lens, scale, max_query_len, max_seq_len: q.new_empty(q.shape),
 )
 
 
@@ -139,6 +150,9 @@ def attention_paged(
     seq_lens: torch.Tensor,
     *,
     softmax_scale: float | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention over a paged cache; decode steps and prefill chunks of any length in one call, forward only.
 
@@ -149,9 +163,12 @@ def attention_paged(
         cu_seqlens_q: [B + 1] int32 offsets of the sequences in q (empty sequences allowed).
         seq_lens: [B] int32 number of keys, new tokens included.
         softmax_scale: default ``D ** -0.5``.
+        max_query_len, max_seq_len: upper bounds of the query and key counts, if the caller knows them. They change
+            speed and no bit. Under CUDA graph capture they must hold for every replay.
+        out: [T, Hq, D] contiguous, written and returned.
 
     Returns:
-        out [T, Hq, D]; rows outside every sequence are zero.
+        out [T, Hq, D]; rows outside every sequence are zero on the CPU, undefined on GPUs.
 
     Raises:
         ContractError: shapes or dtypes do not fit, a gradient is asked for, or (cpu) a length or page is out of range.
@@ -175,4 +192,15 @@ def attention_paged(
         raise ContractError("attention_paged: block_table must be [B, pages], cu_seqlens_q [B + 1] and seq_lens [B]")
     if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
         raise ContractError("attention_paged: it has no gradient; use attention_varlen, or torch.no_grad()")
-    return _attention_paged(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, _scale(q, softmax_scale))
+    arguments = (q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, _scale(q, softmax_scale))
+    bounds = (max_query_len or 0, max_seq_len or 0)
+    if out is None:
+        return _attention_paged(*arguments, *bounds)
+    if not (out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()):
+        raise ContractError(
+            f"attention_paged: out {tuple(out.shape)} {out.dtype} must be contiguous and match q {tuple(q.shape)} "
+            f"{q.dtype}"
+        )
+    if q.device.type != "cpu" and untraced(q, k_cache, v_cache, out):
+        return _module(q).paged_forward(*arguments, **_hints(q, *bounds), out=out)
+    return out.copy_(_attention_paged(*arguments, *bounds))

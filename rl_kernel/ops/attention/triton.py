@@ -312,6 +312,7 @@ def paged_forward(
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
     split: bool | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode and chunked prefill, mixed in any way, over a paged cache.
 
@@ -321,6 +322,7 @@ def paged_forward(
         block_table: [B, max_pages] int32; seq_lens: [B] int32, keys of each sequence, the new tokens included.
         max_query_len, max_seq_len: upper bounds known to the caller; they save empty programs and change no bits.
         split: force or forbid parallelism over key blocks (default: by the number of sequences).
+        out: [T, Hq, D] contiguous, written and returned.
 
     Returns:
         [T, Hq, D]. No host synchronisation: safe under CUDA graph capture.
@@ -329,7 +331,7 @@ def paged_forward(
     tokens, heads, dim = q.shape
     kv_heads, page = k_cache.shape[2], k_cache.shape[1]
     batch = seq_lens.numel()
-    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     if tokens == 0:
         return out
