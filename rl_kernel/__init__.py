@@ -15,6 +15,7 @@ from rl_kernel.ops.linear_logp import linear_logp, lm_head
 from rl_kernel.ops.logp import LinearLogpOutput, log_softmax, logp
 from rl_kernel.ops.rms_norm import rms_norm
 from rl_kernel.ops.rope import build_cos_sin_cache, qk_norm_rope, rope
+from rl_kernel.ops.sampling import SampleOutput, draw, sample, uniforms
 from rl_kernel.ops.swiglu import swiglu
 from rl_kernel.registry import explain, get_mode, set_mode
 
@@ -22,6 +23,7 @@ __all__ = [
     "ContractError",
     "LinearLogpOutput",
     "RLKernelError",
+    "SampleOutput",
     "UnsupportedError",
     "all_gather",
     "all_reduce",
@@ -31,6 +33,7 @@ __all__ = [
     "column_parallel_linear",
     "contract_for",
     "copy_to_group",
+    "draw",
     "embedding",
     "explain",
     "fingerprint",
@@ -46,7 +49,9 @@ __all__ = [
     "require_equal",
     "rms_norm",
     "rope",
+    "sample",
     "set_mode",
     "swiglu",
+    "uniforms",
 ]
 __version__ = "0.1.0"

@@ -37,6 +37,7 @@ from rl_kernel import triton_utils
 TARGETS = {"sm90": GPUTarget("cuda", 90, 32), "gfx942": GPUTarget("hip", "gfx942", 64)}
 _TYPES = {
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.int32: "*i32",

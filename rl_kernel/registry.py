@@ -22,11 +22,22 @@ from types import ModuleType
 
 import torch
 
-from rl_kernel import platform
+from rl_kernel import cublaslt, platform
 from rl_kernel.errors import ContractError, UnsupportedError
 
 MODES = ("strict", "audit", "fast", "native")
-OPS = ("linear", "rms_norm", "rope", "attention", "swiglu", "embedding", "logp", "linear_logp", "collectives")
+OPS = (
+    "linear",
+    "rms_norm",
+    "rope",
+    "attention",
+    "swiglu",
+    "embedding",
+    "logp",
+    "linear_logp",
+    "sampling",
+    "collectives",
+)
 # Order of preference. "torch" is the stock formula: it keeps no contract, so only `fast` and `native` may choose it.
 STRICT_ORDER = {
     "cpu": ("native", "reference"),
@@ -86,8 +97,9 @@ def get_mode() -> str:
 
 
 def fallback_count() -> int:
-    """Resolutions of this process that passed over an existing backend for a reason of this machine."""
-    return _fallbacks
+    """Resolutions of this process that passed over an existing backend for a reason of this machine, and classes of
+    shapes in which cuBLASLt was replaced."""
+    return _fallbacks + cublaslt.replaced()
 
 
 def _exists(op: str, backend: str) -> bool:
@@ -205,13 +217,17 @@ def explain(
 _CONTRACT_OPS = {
     "linear": ("linear", "linear_backward"),
     "linear_logp": ("lm_head", "logp", "linear_logp_backward"),
+    "sampling": ("logp",),  # its log-probabilities; a trainer never repeats the draw, so no contract names it
     "collectives": ("all_reduce",),
 }
 
 
 def resolved() -> dict[str, str]:
-    """Backends chosen so far in this process, as ``{"linear[cpu,bfloat16]": "native", ...}`` (for manifest.json)."""
-    return {
+    """Backends chosen so far in this process, as ``{"linear[cpu,bfloat16]": "native", ...}`` (for manifest.json), and
+    under ``cublaslt`` what its probes found."""
+    chosen = {
         f"{request.op}[{request.family},{str(request.dtype).removeprefix('torch.')}]": backend
         for request, backend in sorted(_history.items(), key=lambda item: str(item[0]))
     }
+    found = cublaslt.summary()
+    return chosen if found is None else {**chosen, "cublaslt": found}

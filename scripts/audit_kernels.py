@@ -97,6 +97,9 @@ def calls(sample: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "logp", lambda: logp.leaf_stats(x, row, 151936)
     yield "logp", lambda: logp.whole_rows(stats, row)
     yield "logp", lambda: logp.dlogits(x, row, ids, three, three, 151936)
+    sampling, numbers = backend("sampling"), empty(64, dtype=torch.float64)
+    yield "sampling", lambda: sampling.sample(x, row, numbers, 151936)
+    yield "sampling", lambda: sampling.fill_uniforms(ids, ids, numbers)
     if not sample:
         yield "rms_norm", lambda: norm.forward(empty(64, 32, 128), empty(128), 1e-6)
         yield "rope", lambda: rope.backward(empty(64, 8, 128), position, angles)
@@ -104,6 +107,7 @@ def calls(sample: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         yield "logp", lambda: logp.tree_nodes(stats, row, [(0, 1024), (1024, 1187)], 2)
         yield "logp", lambda: logp.finish(empty(1, 2, 64, dtype=F32), [], 0, row, row)
         yield "logp", lambda: logp.log_softmax(x, None, three[:2], 151936)
+        yield "sampling", lambda: sampling.draw(x, numbers)
 
 
 def run(family: str, sample: bool) -> tuple[list[dict[str, object]], list[str]]:

@@ -18,7 +18,7 @@ if importlib.util.find_spec("triton") is None:
 
 from rl_kernel import triton_utils
 
-OPS = ("linear", "rms_norm", "rope", "attention", "swiglu", "embedding", "logp", "linear_logp", "collectives")
+OPS = ("linear", "rms_norm", "rope", "attention", "swiglu", "embedding", "logp", "linear_logp", "sampling", "collectives")
 
 
 def test_tables_of_both_families_have_the_same_operators_and_end_open():
@@ -41,7 +41,7 @@ def test_override_is_undone():
 def test_every_operator_has_a_triton_backend_that_refuses_the_cpu(op):
     module = importlib.import_module(f"rl_kernel.ops.{op}.triton")
     assert "not cpu" in module.supports(Request(op, "cpu", torch.bfloat16))
-    dtype = torch.float32 if op in ("logp", "collectives") else torch.bfloat16
+    dtype = torch.float32 if op in ("logp", "sampling", "collectives") else torch.bfloat16
     for family in ("sm90", "gfx942"):
         assert module.supports(Request(op, family, dtype)) is None
 

@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-@pytest.mark.parametrize("group", ["elementwise", "linear", "attention", "logp"])
+@pytest.mark.parametrize("group", ["elementwise", "linear", "attention", "logp", "sampling"])
 def test_kernels_under_the_interpreter(group):
     root = Path(__file__).parents[2]
     worker = Path(__file__).with_name("triton_interpreter_worker.py")

@@ -259,7 +259,67 @@ def logp():
     return found
 
 
+def sampling():
+    from rl_kernel.ops.sampling import reference
+
+    op, logits_op = backend("sampling"), backend("logp")
+    found = {}
+    seeds = torch.tensor([0, 1, (1 << 63) - 1, 12345, 1 << 40, 7, 7])
+    positions = torch.tensor([0, 3, 1 << 20, 0, 9, 1, 2])
+    numbers, exact = (torch.empty(7, dtype=torch.float64) for _ in range(2))
+    op.fill_uniforms(seeds, positions, numbers)
+    reference.fill_uniforms(seeds, positions, exact)
+    found["uniforms"] = same(numbers.view(torch.int64), exact.view(torch.int64))
+    b, columns = 23, 2700
+    padded = torch.randn(b, 3000) * 4
+    padded[:, columns:] = 1e9
+    padded[3, 40:2600] = -torch.inf
+    padded[5] = -torch.inf
+    padded[5, 2111] = 1.0
+    temperature = torch.tensor([0.7, 1.0, 1.3])[torch.arange(b) % 3]
+    temperature[7] = temperature[8] = 0.0
+    padded[8, [300, 1400]] = 99.0
+    u = torch.rand(b, dtype=torch.float64)
+    u[:2] = torch.tensor([0.0, 1 - 2.0**-53])
+    divisor = torch.where(temperature == 0, torch.ones(()), temperature)
+    first = None
+    for launch in ({"chunk": 128, "warps": 4}, {"chunk": 1024, "warps": 1}, {"chunk": 4096, "warps": 4}):
+        with (
+            triton_utils.override_launch("logp", {"leaves": 4, "warps": 1}),
+            triton_utils.override_launch("sampling", launch),
+        ):
+            tokens, logp, lse = op.sample(padded[:, :2900], temperature, u, columns)
+            if first is None:
+                first = tokens
+                m, out = logits_op.whole_rows(logits_op.leaf_stats(padded, divisor, columns), divisor)
+                y = logits_op.log_softmax(padded, divisor, torch.stack([m, out[3]]), columns)[:, :columns]
+                # The weights of the kernel, whose exp is the fp32 primitive of the GPU families.
+                p = torch.from_numpy(np.exp2(y.numpy() * np.float32(1.4426950408889634)))
+                weights = (p * float(1 << 50)).to(torch.int64)
+                expected = reference.draw_weights(weights, u)
+                greedy = temperature == 0
+                found["draw equals the reference given its weights"] = same(tokens[~greedy], expected[~greedy])
+                found["greedy is the first maximum"] = same(tokens[greedy], padded[greedy, :columns].argmax(1))
+                found["the first of two maxima"] = int(tokens[8]) == 300
+                found["only token"] = int(tokens[5]) == 2111
+                found["never a token without weight"] = bool((weights.gather(1, tokens[:, None]) > 0).all())
+                found["logp is that of log_softmax"] = same(logp, y.gather(1, tokens[:, None])[:, 0])
+                found["lse"] = same(lse, out[1])
+                # Not the rounding of y, which both engines share: the primitive alone.
+                exact_p = y.double().exp()
+                bound = (exact_p * (2 + y.abs())).nan_to_num(0.0) * 2.0**-22 + 2.0**-50
+                found["weights are probabilities"] = bool(((weights / 2.0**50 - exact_p).abs() <= bound).all())
+            found[f"launch {launch}"] = same(tokens, first)
+            found[f"given log-probabilities {launch}"] = same(op.draw(y, u)[~greedy], first[~greedy])
+            alone = [op.sample(padded[i : i + 1, :2900], temperature[i : i + 1], u[i : i + 1], columns) for i in (4, 8)]
+            found[f"alone {launch}"] = [int(x[0]) for x in alone] == [int(first[4]), int(first[8])]
+    padded[2, 17] = torch.nan
+    tokens, logp, _ = op.sample(padded, temperature, u, columns)
+    found["NaN stays in range"] = 0 <= int(tokens[2]) < columns and bool(logp[2].isnan())
+    found["and touches no other row"] = same(tokens[3:], first[3:])
+    return found
+
+
 if __name__ == "__main__":
-    print(
-        json.dumps({"elementwise": elementwise, "linear": linear, "attention": attention, "logp": logp}[sys.argv[1]]())
-    )
+    groups = {"elementwise": elementwise, "linear": linear, "attention": attention, "logp": logp, "sampling": sampling}
+    print(json.dumps(groups[sys.argv[1]]()))
