@@ -79,8 +79,10 @@ class TrainConfig:
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
+    optimizer: str = "adam"  # adam | sgd: without momentum, so without state (8 bytes a parameter less)
     distributed_optimizer: bool = False
-    recompute: bool = False
+    recompute: bool = False  # keep only the input of a layer, compute it again in backward; no bit changes
+    recompute_layers: int = 0  # of the first so many layers; 0: of all
     temperature: float | None = None  # always rollout.temperature; a different value is refused
     num_threads: int = 1  # CPU threads of one rank
 
@@ -277,6 +279,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "hardware.device": ("cpu", "cuda", "rocm"),
     "hardware.family": ("cpu", "sm90", "gfx942"),
     "consistency.mode": MODES,
+    "train.optimizer": ("adam", "sgd"),
     "algorithm.name": ("grpo", "ppo"),
     "algorithm.loss_aggregation": ("token_mean", "sequence_mean"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
@@ -290,7 +293,7 @@ _AT_LEAST: tuple[tuple[float, str, str], ...] = (
     (1, "model", "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"),
     (1, "model", "head_dim max_position_embeddings"),
     (1, "train", "tensor_parallel_size context_parallel_size data_parallel_size micro_batch_tokens num_threads"),
-    (0, "train", "lr critic_lr lr_warmup_steps weight_decay clip_grad"),
+    (0, "train", "lr critic_lr lr_warmup_steps weight_decay clip_grad recompute_layers"),
     (1, "rollout", "tensor_parallel_size num_engines batch_size n_samples_per_prompt max_prompt_len max_response_len"),
     (1, "rollout", "max_num_seqs max_num_batched_tokens block_size num_threads"),
     (0, "rollout", "top_k kv_cache_bytes"),
@@ -481,6 +484,12 @@ def _check_algorithm(config: RunConfig) -> None:
             "train.micro_batch_tokens",
             f"{train.micro_batch_tokens} is less than one sequence (rollout context of {rollout.context_len} tokens)",
             f"Use at least {rollout.context_len}.",
+        )
+    if train.optimizer == "sgd" and train.distributed_optimizer:
+        raise _error(
+            "train.optimizer",
+            "sgd under train.distributed_optimizer: Megatron shards Adam's state only, and sgd has none",
+            "Use train.distributed_optimizer=false, or train.optimizer=adam.",
         )
     if train.sequence_parallel and train.tensor_parallel_size == 1:
         raise _error("train.sequence_parallel", "needs train.tensor_parallel_size above 1", "Turn it off.")

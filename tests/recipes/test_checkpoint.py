@@ -111,12 +111,13 @@ def test_no_space_is_said_before_anything_is_written(tmp_path, monkeypatch):
 
 def test_no_space_for_ray_is_said_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "ray"))
+    pytest.importorskip("ray")
+    cluster = Cluster(build_config({"orchestrator": {"backend": "ray", "object_store_bytes": 100 << 20}}))
     monkeypatch.setitem(sys.modules, "ray", None)  # an import would fail
-    config = build_config({"orchestrator": {"object_store_bytes": 100 << 20}})
     usage = shutil._ntuple_diskusage(1 << 40, 1 << 40, 70 << 20)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(EngineError, match=r"needs about 164 MiB.* 70 MiB are free.*RAY_TMPDIR") as error:
-        Cluster(config).start()
+        cluster.start()
     assert error.value.where == str(tmp_path / "ray")
 
 
