@@ -30,6 +30,7 @@ from recipes.engines.mode import in_own_mode
 from recipes.engines.types import PackedBatch
 from recipes.engines.weights import content_hash
 from recipes.errors import CheckpointError, ConfigError, DataError, EngineError, WeightSyncError
+from rl_kernel import cublaslt
 
 __all__ = ["ROLES", "LMHead", "MegatronEngine", "layer_spec", "lm_head_of"]
 
@@ -76,7 +77,7 @@ def init_distributed(
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
-            device_id=None if on_cpu else device,
+            # No device_id: it would create a communicator at once for each of Megatron's two dozen groups.
         )
     if not parallel_state.model_parallel_is_initialized():
         with megatron_cpu.scope():
@@ -139,6 +140,8 @@ class MegatronEngine:
         self.mode, self.segments = consistency.mode, consistency.segments
         self.strict = self.mode != "native"
         rl_kernel.set_mode(self.mode)
+        if not megatron_cpu.needed():
+            _before_first_product(self.strict)
         self.device = init_distributed(
             train,
             rank=rank,
@@ -155,10 +158,11 @@ class MegatronEngine:
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.model = mm.build(model, train, segments=self.segments, strict=self.strict, role=role, device=self.device)
         self.weight_version = 0
-        self._load(weights.initial_reader(model, seed))
+        self._load(weights.initial_reader(model, seed, self.device))
         if role == "critic":
+            dtype = getattr(torch, model.dtype)
             head = weights.init_tensor(
-                weights.VALUE_HEAD, (1, model.hidden_size), model.init_std, getattr(torch, model.dtype), seed
+                weights.VALUE_HEAD, (1, model.hidden_size), model.init_std, dtype, seed, self.device
             )
             with torch.no_grad():
                 self.model.output_layer.weight.copy_(head)
@@ -193,7 +197,9 @@ class MegatronEngine:
             EngineError: a log-probability is not finite.
         """
         self._require("policy", "reference")
-        out = self._logp(self._checked(batch), temperature)
+        batch = self._checked(batch)
+        out = self._logp(batch, temperature)
+        self._require_finite_rows(out.logp + out.lse, batch, "logits")
         return rl_kernel.LinearLogpOutput(*(part.cpu() for part in out))
 
     @in_own_mode
@@ -202,7 +208,10 @@ class MegatronEngine:
         """Critic's value of every position of ``batch``, fp32 [T] on the CPU; under context parallelism of
         :meth:`local_rows`. Raises as :meth:`forward_logp`."""
         self._require("critic")
-        return self._values(self._checked(batch)).cpu()
+        batch = self._checked(batch)
+        values = self._values(batch)
+        self._require_finite_rows(values, batch, "values")
+        return values.cpu()
 
     def local_rows(self, batch: PackedBatch) -> torch.Tensor | None:
         """int64 [T_local] on the device of ``batch``: its positions that this context-parallel rank computes, in the
@@ -234,13 +243,21 @@ class MegatronEngine:
             batch = self._checked(batch)
             with megatron_cpu.scope():
                 if self.role == "critic":
-                    loss, measured = loss_fn(self._values(batch), batch)
+                    rows = self._values(batch)
+                    loss, measured = loss_fn(rows, batch)
+                    where = "values"
                 else:
                     out = self._logp(batch, temperature)
                     loss, measured = loss_fn(out.logp, out.entropy, batch)
-                weights.require_finite(loss.detach(), f"loss of micro-batch {index}")
+                    rows, where = out.logp.detach() + out.lse.detach(), "logits"
+                finite = torch.isfinite(rows.detach()).all() & torch.isfinite(loss.detach())
                 if loss.requires_grad:
                     loss.backward()
+                if not finite:  # the host waits for the device here, after all work is queued
+                    assert self.optimizer is not None
+                    self.optimizer.zero_grad()
+                    self._require_finite_rows(rows.detach(), batch, where)
+                    weights.require_finite(loss.detach(), f"loss of micro-batch {index}")
             metrics.append(measured)
         return metrics
 
@@ -259,18 +276,22 @@ class MegatronEngine:
     def _logp(self, batch: PackedBatch, temperature: float) -> rl_kernel.LinearLogpOutput:
         from recipes.engines import megatron_model as mm
 
+        if not self.strict:
+            from recipes.engines.megatron_native import native_logp as logp
+        else:
+            logp = mm.strict_logp
         with megatron_cpu.scope():
-            out = (mm.strict_logp if self.strict else mm.native_logp)(self.model, batch, temperature)
-        self._require_finite_rows(out.logp.detach() + out.lse.detach(), batch, "logits")
-        return out
+            return logp(self.model, batch, temperature)
 
     def _values(self, batch: PackedBatch) -> torch.Tensor:
         from recipes.engines import megatron_model as mm
 
+        if not self.strict:
+            from recipes.engines.megatron_native import native_values as values
+        else:
+            values = mm.strict_values
         with megatron_cpu.scope():
-            out = (mm.strict_values if self.strict else mm.native_values)(self.model, batch)
-        self._require_finite_rows(out.detach(), batch, "values")
-        return out
+            return values(self.model, batch)
 
     def _checked(self, batch: PackedBatch) -> PackedBatch:
         vocab = self.config.vocab_size
@@ -324,14 +345,16 @@ class MegatronEngine:
 
     def _load(self, read: weights.Read) -> None:
         lm_head_rows = rl_kernel.padded_vocab_size(self.config.vocab_size, self.segments)
+        checked = weights.Checked(read, self.config)
         weights.load(
             self.model,
             self.config,
-            weights.checked(read, self.config),
+            checked,
             padded_vocab=lm_head_rows,
             rank=self.tp_group.rank(),
             size=self.tp_group.size(),
         )
+        checked.finish()
 
     def load_hf_weights(self, named: Mapping[str, torch.Tensor], version: int = 0) -> None:
         """Replace all weights by full tensors under Hugging Face names (a critic also takes ``value_head.weight``).
@@ -350,7 +373,9 @@ class MegatronEngine:
         read = weights.mapping_reader(named)
         self._load(read)
         if self.role == "critic" and weights.VALUE_HEAD in named:
-            head = weights.checked(read, self.config)(weights.VALUE_HEAD)
+            checked = weights.Checked(read, self.config)
+            head = checked(weights.VALUE_HEAD)
+            checked.finish()
             with torch.no_grad():
                 self.model.output_layer.weight.copy_(head)
         if self.optimizer is not None:
@@ -379,6 +404,7 @@ class MegatronEngine:
             "tensor_parallel_size": train.tensor_parallel_size,
             "context_parallel_size": train.context_parallel_size,
             "data_parallel_size": train.data_parallel_size,
+            "optimizer": train.optimizer,
             "distributed_optimizer": train.distributed_optimizer,
             "dtype": self.config.dtype,
             "virtual_tp": self.segments,
@@ -420,7 +446,9 @@ class MegatronEngine:
         """
         path = self._state_file(directory)
         try:
-            state = torch.load(path, map_location=self.device, weights_only=True)
+            # On a GPU: read from the file tensor by tensor into what is there, never a second copy on the device.
+            # On the CPU: no map, the optimizer keeps the tensors, and the file may be replaced.
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=self.device.type != "cpu")
         except Exception as error:
             raise CheckpointError(
                 f"cannot be read: {error}", where=path, fix="Resume from an older checkpoint, or trainer.resume=never."
@@ -464,6 +492,10 @@ class MegatronEngine:
         """Versions, layout, contract and resolved backends, for the manifest."""
         import megatron.core
 
+        library: dict[str, Any] = {}
+        if self.strict and self.device.type == "cuda" and torch.version.cuda is not None:
+            library = cublaslt.report()
+        replaced = library.get("replaced") or {}
         return {
             "engine": "megatron-core",
             "version": megatron.core.__version__,
@@ -475,6 +507,8 @@ class MegatronEngine:
             "layout": self._layout(),
             "contract": self._contract(),
             "backends": rl_kernel.registry.resolved(),
+            "cublaslt": library,
+            "fallback_count": rl_kernel.registry.fallback_count() + len(replaced),  # type: ignore[arg-type]
         }
 
     def shutdown(self) -> None:
@@ -485,6 +519,15 @@ class MegatronEngine:
             parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _before_first_product(strict: bool) -> None:
+    """What a process with a GPU decides before its CUDA context and its first matrix product exist."""
+    if strict:  # the library then has the contract's bits; a stock process keeps its own setting
+        if torch.version.cuda is not None:
+            cublaslt.setup()
+    else:  # what Megatron asks of a tensor-parallel run, so that its all-reduce is queued before the next product
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _quiet() -> None:

@@ -1,7 +1,7 @@
 """A Qwen3 ``GPTModel``, strict or stock, and what a log-probability needs out of it.
 
 Strict: the decoder's hidden states and the LM head's weight go into ``rl_kernel.linear_logp``; logits never exist.
-Stock (``consistency=native``): Megatron's local modules and logits, the control that a strict run must differ from.
+Stock (``consistency=native``): :mod:`recipes.engines.megatron_native`.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def transformer_config(model: Any, train: Any, *, segments: int, strict: bool, o
         raise ConfigError(
             "activation recomputation saves CUDA generator states", where="train.recompute", fix="Turn it off."
         )
-    dtype = getattr(torch, model.dtype)
+    dtype, layers = getattr(torch, model.dtype), model.num_hidden_layers
     config = TransformerConfig(
-        num_layers=model.num_hidden_layers,
+        num_layers=layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.intermediate_size,
         num_attention_heads=model.num_attention_heads,
@@ -123,8 +123,9 @@ def transformer_config(model: Any, train: Any, *, segments: int, strict: bool, o
         use_cpu_initialization=on_cpu,
         # The loss is divided by the token count of the whole step, so data-parallel ranks add their gradients.
         calculate_per_token_loss=True,
-        # Fused kernels need CUDA extensions, and each one is another order of operations.
-        bias_activation_fusion=False,
+        # What needs extensions (Apex, Transformer Engine) is off. Stock SwiGLU is compiled by torch on GPUs, as in a
+        # user's run; the strict modules bring their own.
+        bias_activation_fusion=not strict and not on_cpu,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
@@ -132,8 +133,8 @@ def transformer_config(model: Any, train: Any, *, segments: int, strict: bool, o
         persist_layer_norm=False,
         deterministic_mode=False,  # its assertions concern Transformer Engine, which is not used here
         recompute_granularity="full" if train.recompute else None,
-        recompute_method="uniform" if train.recompute else None,
-        recompute_num_layers=1 if train.recompute else None,
+        recompute_method="block" if train.recompute else None,  # layer by layer, the first so many layers
+        recompute_num_layers=min(train.recompute_layers or layers, layers) if train.recompute else None,
     )
     if strict:
         from recipes.engines.megatron_layers import OPTIONS, StrictOptions
@@ -168,9 +169,9 @@ def build(model_config: Any, train: Any, *, segments: int, strict: bool, role: s
 
         spec: Any = strict_block_spec(config)
     else:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from recipes.engines.megatron_native import native_spec
 
-        spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+        spec = native_spec(on_cpu)
     critic = role == "critic"
     with megatron_cpu.scope():
         model = GPTModel(
@@ -188,6 +189,10 @@ def build(model_config: Any, train: Any, *, segments: int, strict: bool, role: s
     model.global_vocab_size = model_config.vocab_size
     if strict:
         make_strict(model)
+    elif not on_cpu:
+        from recipes.engines.megatron_native import PackedRotary
+
+        model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
     if critic:
         from recipes.engines.megatron_layers import ValueHead
 
@@ -222,19 +227,22 @@ def hidden_states(model: Any, packed: PackedBatch) -> torch.Tensor:
         local = megatron_cp.layout_of(params, group, ids.numel() // group.size()).tokens
         ids, positions = ids[local], positions[local]
     params.position_ids = positions  # type: ignore[attr-defined]
-    hidden = _decoder_output(model, ids[None], positions[None], params)
+    hidden = decoder_output(model, ids[None], positions[None], params)
     if model.config.sequence_parallel:
         # linear_logp returns the whole gradient on every rank, so the backward of this gather takes a slice of it.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
     return hidden.reshape(-1, hidden.shape[-1])
 
 
-def _decoder_output(model: Any, ids: torch.Tensor, positions: torch.Tensor, params: Any) -> torch.Tensor:
+def decoder_output(
+    model: Any, ids: torch.Tensor, positions: torch.Tensor, params: Any, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What the output layer of ``model`` would receive, [S, B, H], for ``ids`` and ``positions`` [B, S]."""
     if "output_processor" in inspect.signature(type(model).forward).parameters:
-        return model(ids, positions, None, packed_seq_params=params, output_processor=_take_hidden)
+        return model(ids, positions, mask, packed_seq_params=params, output_processor=_take_hidden)
     model.post_process = False  # older releases: the model then returns what the output layer would have received
     try:
-        return model(ids, positions, None, packed_seq_params=params)
+        return model(ids, positions, mask, packed_seq_params=params)
     finally:
         model.post_process = True
 
@@ -274,56 +282,3 @@ def local_rows(model: Any, packed: PackedBatch, values: torch.Tensor) -> torch.T
 def strict_values(model: Any, packed: PackedBatch) -> torch.Tensor:
     """Values of a critic, fp32 [T]."""
     return model.output_layer(hidden_states(model, packed))
-
-
-def _round_up(value: int, step: int) -> int:
-    return (value + step - 1) // step * step
-
-
-def native_hidden_or_logits(model: Any, packed: PackedBatch, *, logits: bool) -> torch.Tensor:
-    """Stock forward. Megatron's local attention takes no packed batch on the CPU, so sequences are padded side by side.
-
-    Returns: [T, H] hidden states, or [T, P] logits gathered over the tensor-parallel group, in packed order.
-    """
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    lengths = (packed.cu_seqlens[1:] - packed.cu_seqlens[:-1]).long()
-    rows = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-    columns = packed.position_ids
-    # Few distinct shapes: torch's CPU matrix products keep a compiled kernel, and memory, for each one.
-    width, height = _round_up(int(lengths.max()), 32), _round_up(len(lengths), 16)
-    ids = packed.tokens.new_zeros(height, width)
-    ids[rows, columns] = packed.tokens
-    positions = torch.arange(width, device=ids.device).expand_as(ids)
-    # True hides. Left out, Megatron would build the same causal mask on a CUDA device.
-    mask = torch.ones(width, width, dtype=torch.bool, device=ids.device).triu(1)[None, None]
-    if logits:
-        out = gather_from_tensor_model_parallel_region(model(ids, positions, mask))  # [B, S, P]
-        return out[rows, columns]
-    model.post_process = False
-    try:
-        hidden = model(ids, positions, mask)  # [S, B, H]
-    finally:
-        model.post_process = True
-    return hidden[columns, rows]
-
-
-def native_logp(model: Any, packed: PackedBatch, temperature: float) -> rl_kernel.LinearLogpOutput:
-    """The same three quantities from stock logits: fp32 ``log_softmax`` over the real columns."""
-    targets = packed.target_ids
-    rows = (targets != IGNORE_INDEX).nonzero().squeeze(-1)
-    logits = native_hidden_or_logits(model, packed, logits=True)[rows, : model.global_vocab_size].float() / temperature
-    log_probs = torch.log_softmax(logits, dim=-1)
-    parts = (
-        log_probs.gather(1, targets[rows, None]).squeeze(1),
-        torch.logsumexp(logits, dim=-1),
-        -(log_probs.exp() * log_probs).sum(-1),
-    )
-    zeros = torch.zeros(targets.numel(), device=logits.device)
-    return rl_kernel.LinearLogpOutput(*(zeros.index_copy(0, rows, part) for part in parts))
-
-
-def native_values(model: Any, packed: PackedBatch) -> torch.Tensor:
-    """Values of a stock critic, fp32 [T]."""
-    hidden = native_hidden_or_logits(model, packed, logits=False)
-    return F.linear(hidden, model.output_layer.weight).float().squeeze(-1)

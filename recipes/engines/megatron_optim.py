@@ -1,9 +1,13 @@
-"""Gradients, optimizer and learning rate of one Megatron model: DDP, Adam with fp32 masters, clipping, exact state.
+"""Gradients, optimizer and learning rate of one Megatron model: DDP, fp32 masters, clipping, exact state.
 
 Gradients accumulate in fp32 over micro-batches and are summed over data-parallel ranks in fp32 by Megatron's DDP. The
 norm used for clipping is computed here, so that it does not depend on the tensor-parallel size (Megatron adds one
 partial sum per rank, in an order of its own); with the distributed optimizer, which shards gradients, Megatron's own
 norm is used.
+
+Memory a parameter: 2 bytes of bf16 weight, 4 of gradient, 4 of master weight, and with ``adam`` 8 of moments.
+``sgd`` (no momentum) keeps no state, which is what lets one device train a model whose Adam state would not fit.
+Temporaries of a step stay below a gibibyte whatever the size of a tensor.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ import torch
 import torch.distributed as dist
 
 from recipes.engines import megatron_cpu
+from recipes.engines.megatron_weights import all_finite
 from recipes.errors import CheckpointError, EngineError
 
 _ROW = 1024  # squares are summed in rows of this many elements, in float64
+_CHUNK = 1 << 26  # elements looked at together; a multiple of _ROW, so that rows are the same with and without chunks
 
 
 class Optimizer:
@@ -48,13 +54,14 @@ class Optimizer:
             check_for_nan_in_grad=False,  # checked in step(), with the name of the parameter
         )
         config = OptimizerConfig(
-            optimizer="adam",
+            optimizer=train.optimizer,
             lr=lr,
             min_lr=lr,
             weight_decay=train.weight_decay,
             adam_beta1=train.adam_beta1,
             adam_beta2=train.adam_beta2,
             adam_eps=train.adam_eps,
+            sgd_momentum=0.0,
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=self.distributed,
@@ -63,6 +70,10 @@ class Optimizer:
         with megatron_cpu.scope(optimizer=True):
             self.ddp = DistributedDataParallel(model.config, ddp_config, model)
             self.optimizer = get_megatron_optimizer(config, [self.ddp], use_gloo_process_groups=False)
+        if next(model.parameters()).is_cuda:
+            # torch's default on CUDA updates all tensors together, with temporaries of the size of the whole model.
+            for group in self.optimizer.param_groups:
+                group.update(foreach=False, fused=True)
         warmup = train.lr_warmup_steps
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
@@ -117,9 +128,12 @@ class Optimizer:
                 for buffer in self._grad_buffers():
                     buffer.mul_(scale)
         with megatron_cpu.scope(optimizer=True):
-            _, own_norm, _ = self.optimizer.step()
-        if self.distributed and own_norm is not None:
-            grad_norm = float(own_norm)
+            if self.distributed:
+                _, own_norm, _ = self.optimizer.step()
+                grad_norm = float(own_norm or 0.0)
+            else:  # the two parts of Megatron's step around a norm that is already known
+                self.optimizer.prepare_grads()
+                self.optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
         self.zero_grad()
         return {"grad_norm": grad_norm, "lr": lr}
@@ -134,12 +148,12 @@ class Optimizer:
             yield buffer.grad_data
 
     def _require_finite_grads(self) -> None:
-        bad = not all(bool(torch.isfinite(buffer).all()) for buffer in self._grad_buffers())
-        flag = torch.tensor([float(bad)], device=next(self.model.parameters()).device)
+        finite = torch.stack([all_finite(buffer) for buffer in self._grad_buffers()]).all()
+        flag = (~finite).float().view(1)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if not flag.item():
             return
-        names = [n for n, p in self.model.named_parameters() if not bool(torch.isfinite(p.main_grad).all())]
+        names = [n for n, p in self.model.named_parameters() if not bool(all_finite(p.main_grad))]
         self.zero_grad()
         raise EngineError(
             f"not finite in {len(names)} tensors, first {names[0]}" if names else "not finite on another rank",
@@ -213,9 +227,15 @@ class Optimizer:
         self.zero_grad()
 
 
+def _row_sums(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Sums of the rows of ``x`` [n] in rows of ``width``, the last one padded with zeros."""
+    return torch.nn.functional.pad(x, (0, -x.numel() % width)).view(-1, width).sum(dim=1)
+
+
 def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
-    flat = x.contiguous().view(-1).double().square_()
+    flat = x.contiguous().view(-1)
+    width = min(_ROW, flat.numel())
+    flat = torch.cat([_row_sums(part.double().square_(), width) for part in flat.split(_CHUNK)])
     while flat.numel() > 1:
-        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % _ROW if flat.numel() > _ROW else 0))
-        flat = flat.view(-1, min(_ROW, flat.numel())).sum(dim=1)
+        flat = _row_sums(flat, min(_ROW, flat.numel()))
     return flat.squeeze(0)

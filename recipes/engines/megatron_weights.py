@@ -22,6 +22,7 @@ from recipes.errors import ConfigError, EngineError, WeightSyncError
 
 VALUE_HEAD = "value_head.weight"  # the critic's own tensor; no Hugging Face model has it
 _HEAD = "output_layer.weight"
+_CHUNK = 1 << 28  # elements looked at together
 Read = Callable[[str], torch.Tensor]
 
 
@@ -51,15 +52,23 @@ def hf_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def init_tensor(name: str, shape: tuple[int, ...], std: float, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """N(0, std) from a generator seeded by ``seed`` and ``name`` (norm weights: ones).
+def init_tensor(
+    name: str,
+    shape: tuple[int, ...],
+    std: float,
+    dtype: torch.dtype,
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """N(0, std) from a generator of ``device`` seeded by ``seed`` and ``name`` (norm weights: ones).
 
-    No other tensor matters, so every parallel layout starts from the same bits."""
+    No other tensor matters, so every parallel layout starts from the same bits. The CPU's generator and a GPU's are
+    different ones: the bits belong to the kind of device."""
     if len(shape) == 1:
-        return torch.ones(shape, dtype=dtype)
+        return torch.ones(shape, dtype=dtype, device=device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return (torch.randn(shape, generator=generator, dtype=torch.float32) * std).to(dtype)
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device=device).mul_(std).to(dtype)
 
 
 def init_hf_weights(config: Any, seed: int) -> dict[str, torch.Tensor]:
@@ -68,16 +77,20 @@ def init_hf_weights(config: Any, seed: int) -> dict[str, torch.Tensor]:
     return {name: init_tensor(name, shape, config.init_std, dtype, seed) for name, shape in hf_shapes(config).items()}
 
 
-def initial_reader(config: Any, seed: int) -> Read:
-    """Reads the starting weights by name: from the safetensors folder ``config.path``, or random ones."""
+def initial_reader(config: Any, seed: int, device: torch.device | str = "cpu") -> Read:
+    """Reads the starting weights by name onto ``device``: from the safetensors folder ``config.path``, or random ones.
+
+    One full tensor at a time, so beside the model itself at most the largest one (in fp32 while it is drawn) is there.
+    """
     if config.path:
-        return open_safetensors(config.path, getattr(torch, config.dtype))
+        return open_safetensors(config.path, getattr(torch, config.dtype), device)
     shapes, dtype = hf_shapes(config), getattr(torch, config.dtype)
-    return lambda name: init_tensor(name, shapes[name], config.init_std, dtype, seed)
+    return lambda name: init_tensor(name, shapes[name], config.init_std, dtype, seed, device)
 
 
-def open_safetensors(path: str, dtype: torch.dtype) -> Read:
-    """A reader of one tensor at a time from a Hugging Face folder or hub name, converted to ``dtype``.
+def open_safetensors(path: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Read:
+    """A reader of one tensor at a time from a Hugging Face folder or hub name, onto ``device`` and converted to
+    ``dtype`` there.
 
     Raises:
         ConfigError: the folder holds no safetensors files, or lacks a tensor.
@@ -114,7 +127,7 @@ def open_safetensors(path: str, dtype: torch.dtype) -> Read:
             raise ConfigError(
                 f"{name} is not in {folder}", where="model.path", fix="Use a Qwen3 checkpoint that matches model.*."
             )
-        with safe_open(os.path.join(folder, files[name]), framework="pt") as tensors:
+        with safe_open(os.path.join(folder, files[name]), framework="pt", device=str(device)) as tensors:
             return tensors.get_tensor(name).to(dtype)
 
     return read
@@ -131,32 +144,53 @@ def mapping_reader(weights: Mapping[str, torch.Tensor]) -> Read:
     return read
 
 
-def checked(read: Read, config: Any) -> Read:
-    """``read`` with the shape and finiteness of every tensor verified.
+class Checked:
+    """``read`` with the shape of every tensor verified at once, and its finiteness by :meth:`finish`.
 
     Raises:
         WeightSyncError: a shape is not the model's.
-        EngineError: a weight is NaN or infinite; the message names the tensor and the element.
     """
-    shapes = {**hf_shapes(config), VALUE_HEAD: (1, config.hidden_size)}
 
-    def checked_read(name: str) -> torch.Tensor:
-        tensor = read(name)
-        if tuple(tensor.shape) != shapes[name]:
+    def __init__(self, read: Read, config: Any) -> None:
+        self.read = read
+        self.shapes = {**hf_shapes(config), VALUE_HEAD: (1, config.hidden_size)}
+        self.finite: dict[str, torch.Tensor] = {}  # flags stay on the device: no wait between two tensors
+
+    def __call__(self, name: str) -> torch.Tensor:
+        tensor = self.read(name)
+        if tuple(tensor.shape) != self.shapes[name]:
             raise WeightSyncError(
-                f"{name} is {list(tensor.shape)}, the model has {list(shapes[name])}",
+                f"{name} is {list(tensor.shape)}, the model has {list(self.shapes[name])}",
                 where="weights",
                 fix="Compare model.* with the checkpoint's config.json.",
             )
-        require_finite(tensor, f"weight {name}")
+        self.finite[name] = all_finite(tensor)
         return tensor
 
-    return checked_read
+    def finish(self) -> None:
+        """One look at all tensors read so far.
+
+        Raises:
+            EngineError: a weight is NaN or infinite; the message names the tensor and the element.
+        """
+        if not self.finite:
+            return
+        device = next(iter(self.finite.values())).device
+        flags = torch.stack([flag.to(device) for flag in self.finite.values()]).tolist()
+        for name, flag in zip(self.finite, flags):
+            if not flag:
+                require_finite(self.read(name), f"weight {name}")
+
+
+def all_finite(x: torch.Tensor) -> torch.Tensor:
+    """Bool [] on the device of ``x``: no element is NaN or infinite. One pass, no temporary, no wait for the device."""
+    parts = [torch.stack(part.aminmax()) for part in x.detach().reshape(-1).split(_CHUNK) if part.numel()]
+    return torch.isfinite(torch.stack(parts)).all() if parts else torch.ones((), dtype=torch.bool, device=x.device)
 
 
 def require_finite(tensor: torch.Tensor, where: str) -> None:
     """Raise :class:`EngineError` naming ``where`` and the first element that is NaN or infinite."""
-    if bool(torch.isfinite(tensor).all()):
+    if bool(all_finite(tensor)):
         return
     bad = (~torch.isfinite(tensor)).nonzero()
     first = bad[0].tolist()
