@@ -231,22 +231,28 @@ def accumulate(rank: int, port: int, case: Case) -> str:
 
 
 def context_parallel(rank: int, port: int, case: Case) -> dict[str, Any]:
-    """Log-probabilities by token of a batch whose sequences are multiples of 4, then one update."""
-    from recipes.engines.megatron_model import local_rows
+    """Results by token, as the loop asks for them, one update, and the results after it."""
+    from recipes.batching import gather, padding_of
 
     engine = case.engine(rank, port)
-    batch = PackedBatch.from_samples([_padded(sample, 4) for sample in make_samples(3)])
-    ids = local_rows(engine.model, batch, torch.arange(batch.num_tokens))
-    out = engine.forward_logp(batch, 0.7)
-    logp = dict(zip(ids.tolist(), out.logp.view(torch.int32).tolist()))
-    engine.forward_backward([batch], nll(1.0 / 50.0), 0.7)
+    sequence, total = padding_of(engine.train_config)
+    batch = PackedBatch.from_samples(make_samples(3), sequence_multiple=sequence, pad_to_multiple=total)
+    rows = engine.local_rows(batch)
+
+    def own() -> dict[int, dict[int, int]]:
+        """Bits of this rank's tokens, by sample and token."""
+        critic = case.role == "critic"
+        computed = engine.forward_values(batch) if critic else engine.forward_logp(batch, 0.7).logp
+        parts = gather(batch, computed, rows)
+        return {i: dict(zip(t.tolist(), v.view(np.int32).tolist())) for i, (t, v) in parts.items()}
+
+    def value_loss(values: torch.Tensor, packed: PackedBatch) -> Any:
+        active = packed.active if rows is None else packed.active[rows]
+        return ((values - 1.0).square() * active).sum() / 50.0, {}
+
+    before = own()
+    engine.forward_backward([batch], value_loss if case.role == "critic" else nll(1.0 / 50.0), 0.7)
     norm = engine.optimizer_step()["grad_norm"]
-    result = {"logp": logp, "grad_norm": norm, "hash": engine.weight_hash()}
+    result = {"before": before, "after": own(), "grad_norm": norm, "hash": engine.weight_hash()}
     engine.shutdown()
     return result
-
-
-def _padded(sample: Any, multiple: int) -> Any:
-    from dataclasses import replace
-
-    return replace(sample, prompt_ids=sample.prompt_ids + (1,) * (-sample.num_tokens % multiple))
