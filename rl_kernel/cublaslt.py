@@ -36,6 +36,8 @@ class ShapeClass:
 
 
 _verdicts: dict[ShapeClass, str | None] = {}
+_own_class: set[int] = set()  # sizes of M that are a class of their own: see probe
+_probed: set[tuple[object, ...]] = set()
 _unprobed_in_capture: set[ShapeClass] = set()
 _unaligned: set[ShapeClass] = set()
 
@@ -76,8 +78,9 @@ def setup() -> str | None:
 
 
 def bucket(m: int) -> int:
-    """Upper end of the class of ``m``: exact to 16, then steps that grow with m (16, 32, ... an eighth of m)."""
-    if m <= 16:
+    """Upper end of the class of ``m``: exact to 16 and for the sizes given to :func:`probe`, then steps that grow with
+    m (16, 32, ... an eighth of m)."""
+    if m <= 16 or m in _own_class:
         return m
     step = max(16, 1 << max(m.bit_length() - 4, 0))
     return -(-m // step) * step
@@ -168,16 +171,57 @@ def report() -> dict[str, object]:
     }
 
 
-def probe(weights: Iterable[torch.Tensor], rows: Iterable[int]) -> dict[str, object]:
-    """Start-up probe: the forward product of each distinct weight shape [N, K] at each M of ``rows``."""
+def replaced() -> int:
+    """Classes of shapes that our own kernel serves because the library differs there."""
+    return sum(reason is not None for reason in _verdicts.values())
+
+
+def summary() -> str | None:
+    """:func:`report` in one line, for a manifest; ``None`` while no class was probed."""
+    if not (_verdicts or _unprobed_in_capture or _unaligned):
+        return None
+    found = report()
+    names = [*found["replaced"], *found["unprobed_in_capture"]]  # type: ignore[misc]
+    return (
+        f"{found['trusted']} classes trusted, {replaced()} replaced, {found['unaligned']} unaligned, "
+        f"{len(_unprobed_in_capture)} unprobed in capture" + (f": {'; '.join(names[:8])}" if names else "")
+    )
+
+
+def classes_up_to(limit: int) -> list[int]:
+    """The upper end of every class of M that a call with at most ``limit`` rows can meet."""
+    return sorted({min(bucket(m), limit) for m in (*range(1, 17), *range(17, limit, 16), limit) if m <= limit})
+
+
+def probe(
+    weights: Iterable[torch.Tensor],
+    rows: Iterable[int],
+    *,
+    exact: Iterable[int] = (),
+    segments: int = 1,
+    out_dtype: torch.dtype | None = None,
+) -> dict[str, object]:
+    """Start-up probe of forward products, so that neither a CUDA graph capture nor a request meets a new class.
+
+    Args:
+        weights: [N, K]; equal shapes are probed once.
+        rows: values of M.
+        exact: values of M that occur again and again (the sizes of CUDA graphs): each is a class of its own.
+        segments, out_dtype: as the call sites pass them to ``linear``.
+    """
     from rl_kernel.ops.linear import library
 
-    seen = set()
-    rows = list(rows)
+    exact = list(exact)
+    _own_class.update(exact)
+    rows = sorted({*rows, *exact})
     for weight in weights:
-        if weight.shape in seen:
-            continue
-        seen.add(weight.shape)
+        x = None
         for m in rows:
-            library.matmul(torch.zeros((m, weight.shape[1]), dtype=weight.dtype, device=weight.device), weight)
+            key = (tuple(weight.shape), m, segments, out_dtype)
+            if key in _probed:
+                continue
+            _probed.add(key)
+            if x is None:
+                x = torch.zeros((rows[-1], weight.shape[1]), dtype=weight.dtype, device=weight.device)
+            library.matmul(x[:m], weight, segments=segments, out_dtype=out_dtype)
     return report()
