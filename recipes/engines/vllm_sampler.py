@@ -1,19 +1,24 @@
 """Sampling and the log-probability of the sampled token inside vLLM.
 
-Log-probability: z = logits / temperature in fp32, then rl_kernel.log_softmax, for every request of the batch alike.
+Both come from one operator, :func:`rl_kernel.sample`: log-probabilities of logits / temperature with the bits of the
+contract, and the inverse of the cumulative distribution at one uniform number that is a function of (seed, position)
+alone. A draw depends neither on the other requests of the batch nor on the order of a sum. vLLM's own generators are
+not used: they carry state from step to step, and vLLM cannot rewind a CPU generator after a prefill chunk.
 
-Token: the inverse of the cumulative distribution at one uniform number that is a function of (seed, position) alone.
-Weights floor(p * 2**50) are summed as integers, so a draw depends neither on the other requests of the batch nor on
-the order of a sum. vLLM's own generators are not used: they carry state from step to step, and vLLM cannot rewind a
-CPU generator after a prefill chunk.
+The position is the number of tokens that vLLM has sampled for the request so far: the length of the list that vLLM
+hands to logits processors with the request. vLLM keeps that length right (not the content) before it samples: with
+asynchronous scheduling it appends -1 for the token still in flight; a token sampled at the end of a prefill chunk is
+dropped and never appended; after a preemption the list comes back with the request, as long as before.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 import rl_kernel
@@ -22,36 +27,14 @@ from recipes.errors import ConfigError
 
 SEED_KEY = "rl_kernel_seed"  # in SamplingParams.extra_args
 _MASK = (1 << 64) - 1
-_WEIGHT_BITS = 50
+_GREEDY_BELOW = 1e-5  # vLLM's border
 
 
-def _mix(value: int) -> int:
-    """splitmix64's finaliser: a bijection of 64-bit integers whose output bits look independent."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+@dataclass(frozen=True)
+class SampledLogp:
+    """Log-probabilities [B] of the sampled tokens, in the place where vLLM passes a [B, V] tensor around."""
 
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits that depends on ``seed`` and ``position`` (0: the first token)."""
-    gamma = 0x9E3779B97F4A7C15
-    state = _mix((_mix((seed + gamma) & _MASK) + (position + 1) * gamma) & _MASK)
-    return (state >> 11) / float(1 << 53)
-
-
-def draw(logp: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Token ids [B] from log-probabilities [B, V] and one uniform number (float64 [B]) for each row.
-
-    A token whose probability is below 2**-50 is never drawn. Rows with NaN give some token id in range: the caller
-    finds them by their log-probability.
-    """
-    weights = (logp.double().exp() * float(1 << _WEIGHT_BITS)).to(torch.int64)
-    cumulative = weights.cumsum(-1)  # exact
-    total = cumulative[:, -1]
-    target = (uniforms.to(logp.device) * total.double()).floor().to(torch.int64)
-    target = torch.minimum(target, total - 1)
-    tokens = torch.searchsorted(cumulative, target.unsqueeze(-1), right=True).squeeze(-1)
-    return tokens.clamp_(0, logp.shape[-1] - 1)
+    logp: torch.Tensor
 
 
 @functools.cache
@@ -62,7 +45,10 @@ def seed_state() -> Any:
 
     class SeedState(base):
         def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-            self.rows: dict[int, tuple[int, list[int]]] = {}  # row -> (seed, the request's sampled tokens so far)
+            rows = vllm_config.scheduler_config.max_num_seqs
+            self.device, self.pin_memory = torch.device(device), is_pin_memory
+            self.seeds, self.seeded = np.zeros(rows, np.uint64), np.zeros(rows, bool)
+            self.sampled: list[list[int]] = [[]] * rows  # vLLM's live list of each row's request
 
         def is_argmax_invariant(self) -> bool:
             return True
@@ -73,28 +59,31 @@ def seed_state() -> Any:
         def update_state(self, batch_update: Any) -> None:
             if batch_update is None:
                 return
-            rows = self.rows
             for row in batch_update.removed:
-                rows.pop(row, None)
-            for row, params, _, sampled in batch_update.added:
+                self.seeded[row], self.sampled[row] = False, []
+            for row, params, _, tokens in batch_update.added:
                 seed = (params.extra_args or {}).get(SEED_KEY)
-                if seed is None:
-                    rows.pop(row, None)
-                else:
-                    rows[row] = (seed, sampled)
+                self.seeded[row], self.seeds[row] = seed is not None, (seed or 0) & _MASK
+                self.sampled[row] = tokens
             for a, b, direction in batch_update.moved:
-                first, second = rows.pop(a, None), rows.pop(b, None)
-                if first is not None:
-                    rows[b] = first
-                if second is not None and direction == directions.SWAP:
-                    rows[a] = second
+                for state in (self.seeds, self.seeded, self.sampled):
+                    state[a], state[b] = state[b], state[a]  # type: ignore[index]
+                if direction != directions.SWAP:
+                    self.seeded[a], self.sampled[a] = False, []
 
         def uniforms(self, count: int) -> torch.Tensor | None:
-            """float64 [count] for the next token of each row, or ``None`` if a row has no seed."""
-            rows = [self.rows.get(row) for row in range(count)]
-            if any(row is None for row in rows):
+            """float64 [count] for the next token of each row, on the device; ``None`` if a row has no seed."""
+            if not self.seeded[:count].all():
                 return None
-            return torch.tensor([uniform(row[0], len(row[1])) for row in rows if row], dtype=torch.float64)
+            both = np.empty((2, count), np.int64)
+            both[0] = self.seeds[:count].view(np.int64)
+            both[1] = np.fromiter(map(len, self.sampled[:count]), np.int64, count)
+            tensor = torch.from_numpy(both)
+            if self.pin_memory and self.device.type != "cpu":
+                # A pinned copy of this step alone: torch reuses its memory only once the device has read it, so the
+                # host may run ahead.
+                tensor = tensor.pin_memory()
+            return rl_kernel.uniforms(*tensor.to(self.device, non_blocking=True))
 
     return SeedState
 
@@ -169,11 +158,15 @@ def install() -> None:
         # Stock code compiles a kernel for the rank of the token, which nobody reads.
         self.gather_logprobs = _gather
 
-    def _gather(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
-        if num_logprobs != 0:
-            return stock_gather(logprobs, num_logprobs, token_ids)
+    def _gather(logprobs: torch.Tensor | SampledLogp, num_logprobs: int, token_ids: torch.Tensor) -> Any:
         column = token_ids.unsqueeze(-1)
-        return tensors(column.to(torch.int32), logprobs.gather(-1, column), torch.zeros_like(token_ids))
+        if isinstance(logprobs, SampledLogp):
+            picked = logprobs.logp.unsqueeze(-1)
+        elif num_logprobs == 0:
+            picked = logprobs.gather(-1, column)
+        else:
+            return stock_gather(logprobs, num_logprobs, token_ids)
+        return tensors(column.to(torch.int32), picked, torch.zeros_like(token_ids))
 
     @functools.wraps(stock_sample)
     def sample(self: Any, logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,24 +176,41 @@ def install() -> None:
         numbers = _uniforms(metadata.logitsprocs.argmax_invariant, logits.shape[0])
         if (not strict and numbers is None) or metadata.all_greedy:
             return stock_sample(self, logits, metadata, *args, **kwargs)
+        if strict:
+            return _strict(self, logits, metadata, numbers)
         greedy = None if metadata.all_random else logits.argmax(dim=-1)
         z = self.apply_temperature(logits, metadata.temperature, metadata.all_random)
-        if strict:
-            logp = rl_kernel.log_softmax(z)
-            stock = None
+        for processor in metadata.logitsprocs.argmax_invariant:
+            z = processor.apply(z)
+        if metadata.top_k is None and metadata.top_p is None:
+            logp = z.log_softmax(-1)
         else:
-            for processor in metadata.logitsprocs.argmax_invariant:
-                z = processor.apply(z)
-            stock, logp = self.topk_topp_sampler(z, {}, metadata.top_k, metadata.top_p)
-        if numbers is not None:
-            tokens = draw(logp if logp is not None else z.log_softmax(-1), numbers)
-        elif stock is None:
-            tokens = self.topk_topp_sampler(z, metadata.generators, None, None)[0]
-        else:
-            tokens = stock
+            logp = self.topk_topp_sampler(z, {}, metadata.top_k, metadata.top_p)[1]
+            logp = z.log_softmax(-1) if logp is None else logp
+        tokens = rl_kernel.draw(logp, numbers)
         if greedy is not None:
-            tokens = torch.where(metadata.temperature < 1e-5, greedy, tokens)
+            tokens = torch.where(metadata.temperature < _GREEDY_BELOW, greedy, tokens)
         return tokens, logp
+
+    def _strict(self: Any, logits: torch.Tensor, metadata: Any, numbers: torch.Tensor | None) -> Any:
+        temperature = metadata.temperature
+        if not metadata.all_random:
+            temperature = torch.where(temperature < _GREEDY_BELOW, 0.0, temperature)
+        divisor = temperature if metadata.all_random else torch.where(temperature == 0, 1.0, temperature)
+        wanted = metadata.max_num_logprobs
+        everything = bool(wanted) or bool(getattr(metadata, "logprob_token_ids", None))
+        if numbers is None:  # a request came without a seed: vLLM draws, as it would without this module
+            tokens = self.topk_topp_sampler(logits / divisor[:, None], metadata.generators, None, None)[0].long()
+            if not metadata.all_random:
+                tokens = torch.where(temperature == 0, logits.argmax(dim=-1), tokens)
+            if not everything and wanted is not None:
+                return tokens, SampledLogp(rl_kernel.logp(logits, tokens, temperature=divisor).logp)
+        else:
+            out = rl_kernel.sample(logits, numbers, temperature)
+            tokens = out.tokens
+            if not everything:
+                return tokens, SampledLogp(out.logp)
+        return tokens, rl_kernel.log_softmax(logits, divisor) if everything else None
 
     sampler.__init__ = init
     sampler.sample = sample

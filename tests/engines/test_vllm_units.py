@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,45 +16,49 @@ from recipes.engines.vllm import VllmEngine
 from recipes.engines.vllm_attention import split_cache
 from recipes.engines.vllm_config import hf_config
 from recipes.engines.vllm_layers import Settings, _read_settings, require
-from recipes.engines.vllm_sampler import draw, uniform
 from recipes.engines.weights import content_hash
 from recipes.errors import ConfigError, DataError, EngineError, WeightSyncError
 
 
-def test_uniform_numbers_look_uniform_and_depend_on_both_arguments() -> None:
-    grid = np.array([[uniform(seed, position) for position in range(64)] for seed in range(512)])
-    assert grid.min() >= 0.0 and grid.max() < 1.0
-    assert len(np.unique(grid)) == grid.size
-    assert abs(grid.mean() - 0.5) < 0.01 and abs(grid.var() - 1 / 12) < 0.005
-    assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.02
-    assert abs(np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel())[0, 1]) < 0.02
+class _Rows:
+    """What vLLM tells a logits processor about its batch."""
+
+    def __init__(self, removed=(), added=(), moved=()):  # type: ignore[no-untyped-def]
+        self.removed, self.added, self.moved = list(removed), list(added), list(moved)
 
 
-def test_draw_follows_the_distribution() -> None:
-    logits = torch.tensor([0.0, 1.0, -math.inf, 2.0, -2.0])
-    logp = logits.log_softmax(-1)
-    count = 20000
-    numbers = torch.tensor([uniform(seed, 0) for seed in range(count)], dtype=torch.float64)
-    tokens = draw(logp.expand(count, -1), numbers)
-    frequency = torch.bincount(tokens, minlength=5) / count
-    assert frequency[2] == 0  # impossible tokens are never drawn, not even at the borders
-    assert (frequency - logp.exp()).abs().max() < 4 * math.sqrt(0.25 / count)
-    borders = draw(logp.expand(2, -1), torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64))
-    assert borders.tolist() == [0, 4]
+def test_each_row_follows_its_request_through_the_batch() -> None:
+    pytest.importorskip("vllm")
+    from vllm.v1.sample.logits_processor.interface import MoveDirectionality
 
+    import rl_kernel
+    from recipes.engines.vllm_sampler import SEED_KEY, seed_state
 
-def test_draw_does_not_depend_on_the_batch() -> None:
-    logp = torch.randn(37, 211).log_softmax(-1)
-    numbers = torch.rand(37, dtype=torch.float64)
-    together = draw(logp, numbers)
-    alone = torch.cat([draw(logp[i : i + 1], numbers[i : i + 1]) for i in range(37)])
-    assert torch.equal(together, alone)
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4))
+    state = seed_state()(config, torch.device("cpu"), False)
 
+    def request(seed: int | None) -> SimpleNamespace:
+        return SimpleNamespace(extra_args=None if seed is None else {SEED_KEY: seed})
 
-def test_draw_survives_nan() -> None:
-    logp = torch.stack([torch.full((9,), math.nan), torch.zeros(9).log_softmax(-1)])
-    tokens = draw(logp, torch.tensor([0.5, 0.5], dtype=torch.float64))
-    assert 0 <= tokens[0] < 9 and tokens[1] == 4
+    def numbers(*rows: tuple[int, int]) -> torch.Tensor:
+        return rl_kernel.uniforms(*torch.tensor(rows).T)
+
+    tokens: list[list[int]] = [[], [5, 6], [7]]
+    state.update_state(_Rows(added=[(i, request(seed), None, tokens[i]) for i, seed in enumerate((11, 22, 33))]))
+    assert torch.equal(state.uniforms(3), numbers((11, 0), (22, 2), (33, 1)))
+    tokens[0].append(-1)  # asynchronous scheduling: the token is still on the device, its place is not
+    del tokens[1][1:]  # a token that vLLM takes back
+    state.update_state(None)
+    assert torch.equal(state.uniforms(3), numbers((11, 1), (22, 1), (33, 1)))
+    state.update_state(_Rows(moved=[(0, 2, MoveDirectionality.SWAP)]))
+    assert torch.equal(state.uniforms(3), numbers((33, 1), (22, 1), (11, 1)))
+    state.update_state(_Rows(moved=[(2, 0, MoveDirectionality.UNIDIRECTIONAL)]))  # request 33 has left row 0
+    assert torch.equal(state.uniforms(2), numbers((11, 1), (22, 1)))
+    assert state.uniforms(3) is None
+    state.update_state(_Rows(added=[(2, request(33), None, [1, 2, 3])]))  # resumed: the list is a new one
+    assert torch.equal(state.uniforms(3), numbers((11, 1), (22, 1), (33, 3)))
+    state.update_state(_Rows(removed=[2], added=[(1, request(None), None, [])]))
+    assert state.uniforms(2) is None and state.uniforms(1) is not None
 
 
 @pytest.mark.parametrize(
