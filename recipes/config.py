@@ -132,6 +132,7 @@ class ConsistencyConfig:
 
     mode: str = "strict"
     virtual_tp: int | None = None  # segments of row-parallel reductions; null: the larger TP of the two sides
+    attention: str = "auto"  # blocks | fa3 (FlashAttention-3, sm90 only) | auto: fa3 on sm90, blocks elsewhere
     evidence_tokens: int = 32  # mismatching tokens written to mismatch.jsonl when a run stops
 
     @property
@@ -140,6 +141,12 @@ class ConsistencyConfig:
         if self.virtual_tp is None:
             raise _error("consistency.virtual_tp", "is not resolved", "Build the configuration with build_config.")
         return self.virtual_tp
+
+    def attention_on(self, family: str) -> str:
+        """``attention`` on an arithmetic family, ``auto`` resolved."""
+        if self.attention != "auto":
+            return self.attention
+        return "fa3" if family == "sm90" else "blocks"
 
 
 @dataclass
@@ -279,6 +286,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "hardware.device": ("cpu", "cuda", "rocm"),
     "hardware.family": ("cpu", "sm90", "gfx942"),
     "consistency.mode": MODES,
+    "consistency.attention": ("auto", "blocks", "fa3"),
     "train.optimizer": ("adam", "sgd"),
     "algorithm.name": ("grpo", "ppo"),
     "algorithm.loss_aggregation": ("token_mean", "sequence_mean"),
@@ -440,6 +448,12 @@ def _check_consistency(config: RunConfig) -> None:
                     f"differ by definition, and consistency={consistency.mode} compares them bit for bit",
                     f"Use rollout.{name}={off:g}, or consistency=native.",
                 )
+    family = config.hardware.family
+    if consistency.attention == "fa3" and family != "sm90":
+        raise _error(
+            "consistency.attention", f"fa3 exists on sm90 only, hardware.family={family}", "Use blocks, or auto."
+        )
+    consistency.attention = consistency.attention_on(family)
     larger = max(train.tensor_parallel_size, rollout.tensor_parallel_size)
     if consistency.virtual_tp is None:
         consistency.virtual_tp = larger
@@ -579,7 +593,7 @@ def _check_cpu_memory(config: RunConfig) -> None:
 def validate(config: RunConfig) -> RunConfig:
     """Check every field and every pair of fields that can contradict; fill the derived ones in.
 
-    Derived: ``consistency.virtual_tp`` (the larger TP of both sides), ``train.temperature``.
+    Derived: ``consistency.virtual_tp`` (the larger TP of both sides), ``consistency.attention``, ``train.temperature``.
 
     Raises:
         ConfigError: names the key, the value and the fix.

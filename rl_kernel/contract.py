@@ -104,6 +104,19 @@ def attention_variant(family: str) -> str:
     return variant
 
 
+def choose_attention(variant: str) -> None:
+    """Make ``variant`` (``blocks`` or ``fa3``) the sm90 attention of this process and of those it starts.
+
+    Call it before the first operator runs.
+
+    Raises:
+        ContractError: ``variant`` is another name.
+    """
+    if variant not in ("blocks", "fa3"):
+        raise ContractError(f"attention={variant!r} must be blocks or fa3")
+    os.environ["RLK_SM90_ATTENTION"] = variant
+
+
 _FA3 = OpContract(
     inputs="one query head of one token, keys and values at positions 0..p of its sequence",
     partition="keys in blocks of the library's tile from absolute position 0, no split",

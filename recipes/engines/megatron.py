@@ -26,7 +26,7 @@ import rl_kernel
 from recipes.engines import megatron_cpu
 from recipes.engines import megatron_weights as weights
 from recipes.engines.megatron_model import ROLES, LMHead, lm_head_of
-from recipes.engines.mode import in_own_mode
+from recipes.engines.mode import in_own_mode, prepare_process
 from recipes.engines.types import PackedBatch
 from recipes.engines.weights import content_hash
 from recipes.errors import CheckpointError, ConfigError, DataError, EngineError, WeightSyncError
@@ -141,7 +141,7 @@ class MegatronEngine:
         self.strict = self.mode != "native"
         rl_kernel.set_mode(self.mode)
         if not megatron_cpu.needed():
-            _before_first_product(self.strict)
+            _before_first_product(consistency)
         self.device = init_distributed(
             train,
             rank=rank,
@@ -495,7 +495,6 @@ class MegatronEngine:
         library: dict[str, Any] = {}
         if self.strict and self.device.type == "cuda" and torch.version.cuda is not None:
             library = cublaslt.report()
-        replaced = library.get("replaced") or {}
         return {
             "engine": "megatron-core",
             "version": megatron.core.__version__,
@@ -508,7 +507,7 @@ class MegatronEngine:
             "contract": self._contract(),
             "backends": rl_kernel.registry.resolved(),
             "cublaslt": library,
-            "fallback_count": rl_kernel.registry.fallback_count() + len(replaced),  # type: ignore[arg-type]
+            "fallback_count": rl_kernel.registry.fallback_count(),  # classes that cuBLASLt lost are among them
         }
 
     def shutdown(self) -> None:
@@ -521,12 +520,11 @@ class MegatronEngine:
             dist.destroy_process_group()
 
 
-def _before_first_product(strict: bool) -> None:
+def _before_first_product(consistency: Any) -> None:
     """What a process with a GPU decides before its CUDA context and its first matrix product exist."""
-    if strict:  # the library then has the contract's bits; a stock process keeps its own setting
-        if torch.version.cuda is not None:
-            cublaslt.setup()
-    else:  # what Megatron asks of a tensor-parallel run, so that its all-reduce is queued before the next product
+    prepare_process(consistency.mode, consistency.attention_on("sm90"))
+    if consistency.mode == "native":  # what Megatron asks of a tensor-parallel run: its all-reduce is queued before the
+        # next product
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from recipes.engines.mode import in_own_mode
+from recipes.engines.mode import in_own_mode, prepare_process
 from recipes.engines.types import Sample, SamplingParams
-from recipes.engines.vllm_config import BITWISE_MODES, check_sampling, hf_config
+from recipes.engines.vllm_config import BITWISE_MODES, check_sampling, gpu_options, hf_config
 from recipes.engines.weights import EMBEDDING, TIED_HEAD, content_hash
 from recipes.errors import ConfigError, DataError, EngineError, RecipeError, WeightSyncError
 
@@ -118,6 +118,8 @@ class VllmEngine:
         self.model, self.rollout = model, rollout
         self.hf_config = hf_config(model)
         self.virtual_tp = consistency.virtual_tp or rollout.tensor_parallel_size
+        self.attention: str | None = None  # the sm90 arithmetic of attention, once the engine runs on such a GPU
+        self._consistency = consistency
         check_sampling(self.mode, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
         if self.active and self.virtual_tp % rollout.tensor_parallel_size:
             raise ConfigError(
@@ -166,6 +168,7 @@ class VllmEngine:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # cannot return processed log-probabilities
         try:
             from vllm import LLM
         except ImportError as error:
@@ -176,6 +179,10 @@ class VllmEngine:
 
         from recipes.engines.vllm_layers import CONFIG_KEY, clear_shared_layers
 
+        cuda = current_platform.is_cuda()
+        if cuda and self.active:
+            self.attention = self._consistency.attention_on("sm90")
+            prepare_process(self.mode, self.attention)
         register()
         clear_shared_layers()
         options: dict[str, Any] = {
@@ -196,11 +203,17 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",
             "logits_processors": ["recipes.engines.vllm_sampler:SeedState"],
             "worker_extension_cls": "recipes.engines.vllm_weights.WorkerExtension",
-            "additional_config": {CONFIG_KEY: {"mode": self.mode, "virtual_tp": self.virtual_tp}},
+            "additional_config": {
+                CONFIG_KEY: {"mode": self.mode, "virtual_tp": self.virtual_tp, "attention": self.attention}
+            },
             "disable_log_stats": False,
         }
+        if cuda:
+            options |= gpu_options(self.mode, rollout)
         if rollout.kv_cache_bytes:
             options["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
+            if cuda:  # decides nothing then, but vLLM wants that share of the device free, which a trainer may hold
+                options["gpu_memory_utilization"] = 0.01
         else:
             options["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         threads = {}
@@ -515,6 +528,7 @@ class VllmEngine:
             "tensor_parallel_size": self.rollout.tensor_parallel_size,
             "virtual_tp": self.virtual_tp,
             "contract": self.contract,
+            "attention": self.attention,
             "replaced": dict(self.replaced),
             "backends": ranks[0][0],
             "fallback_count": sum(count for _, count in ranks),

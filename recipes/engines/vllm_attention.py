@@ -63,7 +63,9 @@ def strict_impl() -> type:
 
     class StrictAttentionImpl(base):
         is_rl_kernel = True
-        writes_cache = False  # set by install: whether vLLM leaves the cache update to forward
+        # Set by install: whether vLLM leaves the cache update to forward, and the stock kernel that moves the bytes.
+        writes_cache = False
+        stock_update: Any = None
 
         def __init__(
             self,
@@ -107,6 +109,9 @@ def strict_impl() -> type:
             """Write ``key``/``value`` [T, h, d] of this step to their slots (block * block_size + offset)."""
             if kv_cache.numel() == 0:  # profiling run, no cache yet
                 return
+            if self.stock_update is not None:  # one kernel; skips the slots -1 of padded rows
+                self.stock_update(layer, key, value, kv_cache, slots)
+                return
             k_cache, v_cache = split_cache(kv_cache, self.num_kv_heads, self.head_size)
             count = slots.shape[0]
             block = torch.div(slots, k_cache.shape[1], rounding_mode="floor")
@@ -130,16 +135,18 @@ def strict_impl() -> type:
             if output_scale is not None or output_block_scale is not None:
                 raise refuse("Attention", "a quantized output")
             if output is None:
-                output = torch.empty_like(query)
+                output = torch.empty_like(query, memory_format=torch.contiguous_format)
             if attn_metadata is None:  # profiling run, no cache yet
                 return output.zero_()
             if getattr(attn_metadata, "causal", True) is not True:
                 raise refuse("Attention", "attention that is not causal")
+            if getattr(attn_metadata, "use_cascade", False):
+                raise refuse("Attention", "cascade attention (disable_cascade_attn=False)")
             if self.writes_cache:
                 self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
             k_cache, v_cache = split_cache(kv_cache, self.num_kv_heads, self.head_size)
             count = attn_metadata.num_actual_tokens
-            result = rl_kernel.attention_paged(
+            rl_kernel.attention_paged(
                 query[:count],
                 k_cache,
                 v_cache,
@@ -147,11 +154,27 @@ def strict_impl() -> type:
                 attn_metadata.query_start_loc,
                 attn_metadata.seq_lens,
                 softmax_scale=self.scale,
+                # While a graph is captured vLLM gives bounds that hold for every replay: the query length of the
+                # batches that the graph serves, and max_model_len.
+                max_query_len=getattr(attn_metadata, "max_query_len", None),
+                max_seq_len=getattr(attn_metadata, "max_seq_len", None),
+                out=output.view(query.shape)[:count],
             )
-            output[:count].copy_(result.view(output[:count].shape))
             return output
 
     return StrictAttentionImpl
+
+
+@functools.cache
+def _without_schedule(builder: Any) -> type:
+    """The stock metadata builder; nobody reads the launch schedule that FlashAttention's would compute each step."""
+
+    class Builder(builder):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.aot_schedule = False
+
+    return Builder
 
 
 @functools.cache
@@ -172,12 +195,23 @@ def install() -> None:
     member = require(registry, "AttentionBackendEnum", name) and getattr(backends, name)
     stock: Any = member.get_class()
     require(stock.__module__, stock.__name__, "get_impl_cls")
-    strict_impl().writes_cache = getattr(stock, "forward_includes_kv_cache_update", True)  # type: ignore[attr-defined]
+    impl: Any = strict_impl()
+    impl.writes_cache = getattr(stock, "forward_includes_kv_cache_update", True)
+    if current_platform.is_cuda():
+        impl.stock_update = require(
+            stock.__module__, stock.get_impl_cls().__name__, "do_kv_cache_update"
+        ).do_kv_cache_update
 
     class Backend(stock):
         @staticmethod
         def get_impl_cls() -> type:
             return stock.get_impl_cls() if active_settings() is None else strict_impl()
+
+        @staticmethod
+        def get_builder_cls() -> type:
+            builder = stock.get_builder_cls()
+            strict = current_platform.is_cuda() and active_settings() is not None
+            return _without_schedule(builder) if strict else builder
 
     Backend.__qualname__ = "Backend"
     globals()["Backend"] = Backend  # vLLM finds the class by module and name

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from recipes.errors import ConfigError
 
 if TYPE_CHECKING:
-    from recipes.config import ModelConfig
+    from recipes.config import ModelConfig, RolloutConfig
 
 BITWISE_MODES = ("strict", "audit")
 
@@ -53,6 +53,35 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
         "eos_token_id": None,
         "torch_dtype": model.dtype,
     }
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes of decode graphs: vLLM's own steps, and ``max_num_seqs`` itself, so that every pure decode step of
+    an engine runs as a graph."""
+    steps = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs + 1, 16)]
+    return sorted({size for size in steps if size <= max_num_seqs} | {max_num_seqs})
+
+
+def gpu_options(mode: str, rollout: RolloutConfig) -> dict[str, Any]:
+    """vLLM's options on an NVIDIA GPU that follow from the mode. Native keeps vLLM's own: compiled, its own graphs.
+
+    Strict graphs hold whole decode steps. Nothing is compiled: every numeric layer is one of our operators, and
+    Inductor would find nothing to fuse. Steps with a prefill run eagerly.
+    """
+    if mode == "native":
+        return {}
+    options: dict[str, Any] = {
+        "attention_backend": "FLASH_ATTN",  # its metadata and cache; the attention is rl_kernel's
+        "disable_cascade_attn": True,
+        "disable_custom_all_reduce": True,  # the contract's sum over ranks is rl_kernel's
+    }
+    if not rollout.enforce_eager:
+        options["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": capture_sizes(rollout.max_num_seqs),
+        }
+    return options
 
 
 def check_sampling(mode: str, *, temperature: float, top_p: float, top_k: int) -> None:

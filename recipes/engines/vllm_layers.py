@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 import rl_kernel
+from recipes.engines.mode import prepare_process
 from recipes.errors import ConfigError, EngineError
+from rl_kernel import cublaslt, registry
 
 CONFIG_KEY = "rl_kernel"  # in vLLM's additional_config
 ACTIVE_MODES = ("strict", "audit", "fast")
@@ -43,10 +45,12 @@ _STOCK = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What the plugin was asked to do: the mode, and the number S of segments of row-parallel reductions."""
+    """What the plugin was asked to do: the mode, the number S of segments of row-parallel reductions, and the attention
+    arithmetic on sm90 (``None``: as RLK_SM90_ATTENTION says)."""
 
     mode: str
     virtual_tp: int
+    attention: str | None = None
 
 
 def _read_settings(source: dict[str, Any], where: str) -> Settings | None:
@@ -56,7 +60,10 @@ def _read_settings(source: dict[str, Any], where: str) -> Settings | None:
     virtual_tp = source.get("virtual_tp") or 1
     if str(virtual_tp) not in ("1", "2", "4", "8"):
         raise ConfigError(f"virtual_tp={virtual_tp!r} must be 1, 2, 4 or 8", where=where)
-    return None if mode == "native" else Settings(mode, int(virtual_tp))
+    attention = source.get("attention")
+    if attention not in (None, "blocks", "fa3"):
+        raise ConfigError(f"attention={attention!r} must be blocks or fa3", where=where)
+    return None if mode == "native" else Settings(mode, int(virtual_tp), attention)
 
 
 def active_settings() -> Settings | None:
@@ -71,7 +78,10 @@ def active_settings() -> Settings | None:
     extra = getattr(config, "additional_config", None)
     if isinstance(extra, dict) and CONFIG_KEY in extra:
         return _read_settings(extra[CONFIG_KEY], f"additional_config.{CONFIG_KEY}")
-    environment = {"mode": os.environ.get("RL_KERNEL_MODE"), "virtual_tp": os.environ.get("RL_KERNEL_VIRTUAL_TP")}
+    environment: dict[str, Any] = {
+        "mode": os.environ.get("RL_KERNEL_MODE"),
+        "virtual_tp": os.environ.get("RL_KERNEL_VIRTUAL_TP"),
+    }
     return _read_settings(environment, "RL_KERNEL_MODE")
 
 
@@ -117,8 +127,25 @@ def _tp_group(tp_size: int) -> Any:
 
 def _prepare(layer: torch.nn.Module, settings: Settings) -> None:
     """Common part of every replaced layer's constructor."""
+    prepare_process(settings.mode, settings.attention)
     rl_kernel.set_mode(settings.mode)
     layer.rl_kernel = settings  # type: ignore[assignment]
+
+
+def _probe_products(
+    layer: Any, *, segments: int = 1, out_dtype: torch.dtype | None = None, sampled_rows: bool = False
+) -> None:
+    """Let cuBLASLt's probe see, before any CUDA graph is captured, every size of batch that ``layer`` can meet."""
+    weight = layer.weight.data
+    if not weight.is_cuda or registry.resolve("linear", weight.device, weight.dtype).backend != "library":
+        return
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config()
+    scheduler = config.scheduler_config
+    limit = scheduler.max_num_seqs if sampled_rows else scheduler.max_num_batched_tokens
+    graphs = [size for size in config.compilation_config.cudagraph_capture_sizes or [] if size <= limit]
+    cublaslt.probe([weight], cublaslt.classes_up_to(limit), exact=graphs, segments=segments, out_dtype=out_dtype)
 
 
 def _replaces(stock: type) -> Callable[[type], type]:
@@ -162,8 +189,13 @@ def replacements() -> dict[str, type]:
     class StrictLinearMethod(stock.LinearMethod):
         """Plain weights, left as they are after loading; the product is rl_kernel's."""
 
-        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            """Nothing: stock code would repack the weight for its own kernels."""
+        def process_weights_after_loading(self, layer: Any) -> None:
+            """The weight stays: stock code would repack it for its own kernels."""
+            segments, out_dtype = 1, None
+            if isinstance(layer, stock.RowParallelLinear):
+                segments = layer.rl_kernel.virtual_tp // layer.tp_size
+                out_dtype = torch.float32 if layer.tp_size > 1 else None
+            _probe_products(layer, segments=segments, out_dtype=out_dtype)
 
         def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             return rl_kernel.linear(x, layer.weight.data)
@@ -171,8 +203,13 @@ def replacements() -> dict[str, type]:
     class StrictEmbeddingMethod(stock.EmbeddingMethod):
         """Plain weights, left as they are after loading."""
 
-        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            """Nothing: stock code would repack the weight for its own kernels."""
+        def process_weights_after_loading(self, layer: Any) -> None:
+            """The weight stays: stock code would repack it for its own kernels."""
+            from vllm.config import get_current_vllm_config
+
+            tied = getattr(get_current_vllm_config().model_config.hf_config, "tie_word_embeddings", False)
+            if tied or isinstance(layer, stock.ParallelLMHead):
+                _probe_products(layer, out_dtype=torch.float32, sampled_rows=True)
 
         def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             return rl_kernel.lm_head(x, layer.weight.data)
@@ -230,7 +267,7 @@ def replacements() -> dict[str, type]:
 
         def forward(self, input_: torch.Tensor) -> torch.Tensor:
             return rl_kernel.embedding(
-                input_.long(),
+                input_,
                 self.weight.data,
                 tp_group=_tp_group(self.tp_size),
                 vocab_start_index=self.shard_indices.padded_org_vocab_start_index,
@@ -326,6 +363,42 @@ def replacements() -> dict[str, type]:
 
 
 @functools.cache
+def strict_model() -> type:
+    """vLLM's Qwen3 with the norms of q and k and their rotation in one operator. Imports vLLM."""
+    attention: Any = require("vllm.model_executor.models.qwen3", "Qwen3Attention", "forward")
+    model: Any = require("vllm.model_executor.models.qwen3", "Qwen3ForCausalLM", "load_weights")
+
+    class StrictQwen3Attention(attention):
+        def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+            qkv, _ = self.qkv_proj(hidden_states)
+            q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+            q, k = rl_kernel.qk_norm_rope(
+                q.unflatten(-1, (self.num_heads, self.head_dim)),
+                k.unflatten(-1, (self.num_kv_heads, self.head_dim)),
+                self.q_norm.weight.data,
+                self.k_norm.weight.data,
+                self.q_norm.variance_epsilon,
+                positions.flatten(),
+                self.rotary_emb.cos_sin_cache,
+            )
+            output, _ = self.o_proj(self.attn(q, k, v))
+            return output
+
+    class StrictQwen3ForCausalLM(model):
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            if active_settings() is None:
+                self.__class__ = model
+                model.__init__(self, vllm_config=vllm_config, prefix=prefix)
+                return
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            for module in self.modules():
+                if type(module) is attention:
+                    module.__class__ = StrictQwen3Attention
+
+    return StrictQwen3ForCausalLM
+
+
+@functools.cache
 def install() -> None:
     """Register every replacement with vLLM, once per process.
 
@@ -341,6 +414,7 @@ def install() -> None:
                 fix="Name the plugins to load in VLLM_PLUGINS.",
             )
         replacement.stock.register_oot(replacement)  # type: ignore[attr-defined]
+    require("vllm.model_executor.models", "ModelRegistry").register_model("Qwen3ForCausalLM", strict_model())
 
 
 def clear_shared_layers() -> None:

@@ -260,4 +260,5 @@ def environment(config: RunConfig) -> dict[str, str]:
     if config.consistency.mode in STRICT_MODES and config.hardware.device == "cuda":
         # cuBLASLt without split-K; rl_kernel.cublaslt checks at start-up that these took effect.
         variables |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+        variables["RLK_SM90_ATTENTION"] = config.consistency.attention_on("sm90")
     return variables
