@@ -179,7 +179,8 @@ class AlgorithmConfig:
 
 @dataclass
 class DataConfig:
-    """Prompts: a jsonl/parquet file, a hub name, or ``arithmetic`` for the set that ships with the repository."""
+    """Prompts: a jsonl/parquet file, a hub name, ``arithmetic`` for the set that ships with the repository, or
+    ``synthetic`` for random token ids without a tokenizer (``recipes.data.synthetic``)."""
 
     path: str = "arithmetic"
     split: str = "train"
@@ -189,11 +190,15 @@ class DataConfig:
     system_prompt: str | None = None
     shuffle: bool = True
     limit: int | None = None
+    # synthetic only
+    min_len: int = 16  # tokens of the shortest prompt; the longest has rollout.max_prompt_len
+    mean_response_len: int = 512  # about, for random weights, before the cut at rollout.max_response_len
 
 
 @dataclass
 class RewardConfig:
-    """``arithmetic``: exact answer with partial credit; ``math``: math-verify in a worker with a time limit."""
+    """``arithmetic``: exact answer with partial credit; ``math``: math-verify in a worker with a time limit;
+    ``synthetic``: share of tokens in the lower half of the vocabulary, with ``data=synthetic`` only."""
 
     name: str = "arithmetic"
     timeout_s: float = 5.0
@@ -239,7 +244,7 @@ class TrainerConfig:
     steps: int = 100
     seed: int = 0
     resume: str = "auto"  # auto | never
-    save_interval: int = 50  # 0: only at the end
+    save_interval: int = 50  # 0: only at the end; -1: never, the run cannot be resumed
     keep_checkpoints: int = 2
     output_dir: str = ""  # set to Hydra's run directory by the entry point
 
@@ -309,9 +314,11 @@ _AT_LEAST: tuple[tuple[float, str, str], ...] = (
     (0, "algorithm", "clip_low clip_high kl_coef critic_warmup_steps"),
     (1, "orchestrator", "num_cpus start_timeout_s step_timeout_s"),
     (1, "trainer", "steps keep_checkpoints"),
-    (0, "trainer", "seed save_interval"),
+    (0, "trainer", "seed"),
+    (-1, "trainer", "save_interval"),
     (1, "hardware", "nodes"),
     (1, "reward", "num_workers timeout_s"),
+    (1, "data", "min_len mean_response_len"),
     (1, "consistency", "evidence_tokens"),
     (0, "hardware", "devices memory_gib"),
     (0, "model", "init_std num_experts"),
@@ -509,6 +516,24 @@ def _check_algorithm(config: RunConfig) -> None:
         raise _error("train.sequence_parallel", "needs train.tensor_parallel_size above 1", "Turn it off.")
 
 
+def _check_data(config: RunConfig) -> None:
+    data, reward = config.data.path == "synthetic", config.reward.name == "synthetic"
+    if data != reward:
+        raise _error(
+            "reward.name",
+            f"{config.reward.name} does not score what data.path={config.data.path} makes",
+            "Use reward.name=synthetic with data=synthetic, and only there.",
+        )
+    if data and config.orchestrator.name == "vime":
+        raise _error("data.path", "vime reads prompts from a file", "Use orchestrator=local with data=synthetic.")
+    if data and config.data.min_len > config.rollout.max_prompt_len:
+        raise _error(
+            "data.min_len",
+            f"{config.data.min_len} exceeds rollout.max_prompt_len={config.rollout.max_prompt_len}",
+            "Lower it.",
+        )
+
+
 def _check_hardware(config: RunConfig) -> None:
     hardware, train, rollout, orchestrator = config.hardware, config.train, config.rollout, config.orchestrator
     family = {"cpu": ("cpu",), "cuda": ("sm90",), "rocm": ("gfx942",)}[hardware.device]
@@ -544,6 +569,37 @@ def _check_hardware(config: RunConfig) -> None:
             "hardware.colocate",
             f"false needs {train_world} + {rollout_world} devices, hardware={hardware.name} has {devices}",
             "Use hardware.colocate=true.",
+        )
+    if orchestrator.name == "local":  # vime puts one side to sleep while the other works
+        _check_gpu_memory(config)
+
+
+def _check_gpu_memory(config: RunConfig) -> None:
+    """What the embedded loop holds on one device all the time, activations and caches of libraries aside."""
+    hardware, train, rollout = config.hardware, config.train, config.rollout
+    if not hardware.memory_gib or config.model.dtype != "bfloat16":
+        return
+    params = config.model.parameter_count()
+    # Masters, and Adam's moments: sharded by the distributed optimizer over data- and context-parallel ranks.
+    state = (4 + 8 * (train.optimizer == "adam")) / (
+        train.data_parallel_size * train.context_parallel_size if train.distributed_optimizer else 1
+    )
+    trained = 2 if config.algorithm.name == "ppo" else 1
+    each = trained * (2 + 4 + state) + (2 if config.algorithm.kl_coef > 0 else 0)
+    training = params / train.tensor_parallel_size * each / 2**30
+    if rollout.kv_cache_bytes:
+        serving = (2 * params / rollout.tensor_parallel_size + rollout.kv_cache_bytes) / 2**30
+    else:
+        serving = rollout.gpu_memory_utilization * hardware.memory_gib
+    need = training + serving if hardware.colocate else max(training, serving)
+    if need > hardware.memory_gib:
+        less = "train.optimizer=sgd, " if train.optimizer == "adam" else ""
+        raise _error(
+            "train.optimizer" if less else "train.tensor_parallel_size",
+            f"weights, gradients and {train.optimizer}'s state take {training:.0f} GiB of a device and the rollout "
+            f"engine {serving:.0f}, hardware={hardware.name} has {hardware.memory_gib:g}",
+            f"Use {less}a larger train.tensor_parallel_size, train.distributed_optimizer=true on more data-parallel "
+            "ranks, or a smaller rollout.kv_cache_bytes.",
         )
 
 
@@ -602,6 +658,7 @@ def validate(config: RunConfig) -> RunConfig:
     _check_model(config)
     _check_consistency(config)
     _check_algorithm(config)
+    _check_data(config)
     _check_hardware(config)
     return config
 

@@ -15,12 +15,13 @@ from tqdm import tqdm
 from recipes.checkpoint import Checkpoint, Checkpointer, require_same_run, run_identity, run_lock, set_aside
 from recipes.cluster import Cluster
 from recipes.config import RunConfig
+from recipes.engines.weights import HASH_KIND
 from recipes.errors import CheckpointError, DataError, EngineError, RecipeError, WeightSyncError
 from recipes.loop import Loop
 from recipes.metrics import report
 from recipes.metrics.logging import MetricLogger
 from recipes.metrics.manifest import Manifest
-from recipes.task import DataTask, Task
+from recipes.task import Task, make_task
 from rl_kernel import require_equal
 
 INTERRUPTED = 130
@@ -91,8 +92,9 @@ class Run:
         self.loop = Loop(config, cluster, task)
         self.saved_at = -1
         self.manifest: Manifest | None = None
-        # Weights, fp32 master weights and two moments of every trained model.
-        trained = 16 * config.model.parameter_count() * (2 if config.algorithm.name == "ppo" else 1)
+        # Weights, fp32 master weights and Adam's two moments of every trained model.
+        each = 8 + 8 * (config.train.optimizer == "adam")
+        trained = each * config.model.parameter_count() * (2 if config.algorithm.name == "ppo" else 1)
         self.checkpointer = Checkpointer(
             config.trainer.output_dir, keep=config.trainer.keep_checkpoints, expected_bytes=trained
         )
@@ -123,7 +125,9 @@ class Run:
         else:  # from step 0: rows of a run that got to no checkpoint, or of another one, are not this run's
             set_aside(self.config.trainer.output_dir)
         loop.sync()
-        if found and loop.weight_hash != found.state["weight_hash"]:
+        if found and found.state.get("weight_hash_kind") != HASH_KIND:  # its files were verified when it was read
+            log.warning("%s holds a weight hash of another kind, which is not compared", found.path)
+        elif found and loop.weight_hash != found.state["weight_hash"]:
             raise WeightSyncError(
                 f"restored weights have hash {loop.weight_hash[:16]}, {found.state['weight_hash'][:16]} was saved",
                 where=str(found.path),
@@ -137,15 +141,16 @@ class Run:
         return self.task.info().get("sha256")
 
     def save(self) -> None:
-        """Checkpoint the finished steps, unless that was done."""
+        """Checkpoint the finished steps, unless that was done or the run keeps none."""
         loop = self.loop
-        if self.saved_at == loop.step:
+        if self.saved_at == loop.step or self.config.trainer.save_interval < 0:
             return
         with loop.timed("checkpoint"):
             state = {
                 "cursor": loop.cursor,
                 "identity": run_identity(self.config.to_dict(), self._data()),
                 "weight_hash": loop.weight_hash,
+                "weight_hash_kind": HASH_KIND,
                 "contract": self._contract(),
             }
             self.checkpointer.save(loop.step, state, self.cluster.save)
@@ -184,7 +189,7 @@ class Run:
                     refresh=False,
                 )
                 bar.update()
-                due = trainer.save_interval and loop.step % trainer.save_interval == 0
+                due = trainer.save_interval > 0 and loop.step % trainer.save_interval == 0
                 if due or signals.requested or loop.step == trainer.steps:
                     self.save()
             if signals.requested:  # it may have come after the last look at it
@@ -206,7 +211,8 @@ class Run:
         self.checkpointer.remove_left_overs()
         if config.trainer.resume == "never":
             set_aside(folder)
-        self.checkpointer.require_space()
+        if config.trainer.save_interval >= 0:
+            self.checkpointer.require_space()
         found = self.find_checkpoint()
         signals = Signals()
         try:
@@ -217,7 +223,8 @@ class Run:
                 self.cluster.start(signals.install)
                 require_same_contract(config.consistency.mode, *self.cluster.infos)
                 self.resume(found)
-                self.manifest = Manifest(folder, config.to_dict(), first_step=loop.step, data=self.task.info())
+                facts = {"data": self.task.info(), "weight_sync": self.cluster.sync_facts()}
+                self.manifest = Manifest(folder, config.to_dict(), first_step=loop.step, **facts)
                 self.manifest.engines(*self.cluster.infos)
                 self.manifest.weights(loop.step, loop.weight_hash)
                 logger = MetricLogger(
@@ -277,4 +284,4 @@ class Run:
 
 def run(config: RunConfig, *, resume_command: str = "") -> int:
     """Run ``config`` with real engines; returns the exit code."""
-    return Run(config, Cluster(config), DataTask(config), resume_command).execute()
+    return Run(config, Cluster(config), make_task(config), resume_command).execute()

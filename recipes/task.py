@@ -1,4 +1,4 @@
-"""Prompts, tokenizer and reward behind one object: what the loop asks for."""
+"""Prompts, tokenizer and reward behind one object: what the loop asks for. :func:`make_task` chooses it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import Any, Protocol
 
 from recipes.config import RunConfig
 from recipes.data import Prompt, PromptDataset, load_tokenizer
+from recipes.data.synthetic import SYNTHETIC, SyntheticPrompts
 from recipes.engines.types import Sample
 from recipes.errors import ConfigError
 from recipes.reward import RewardItem, RewardResult, build_reward, decode_response
+from recipes.reward.synthetic import score_all
 
 
 class Task(Protocol):
     """An endless stream of prompts and a reward for responses to them."""
 
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # tokens that end a response
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Prompts ``start`` to ``start + count`` of the stream, a function of data set and seed only."""
@@ -86,3 +88,41 @@ class DataTask:
     def close(self) -> None:
         """End the reward's workers."""
         self.reward.close()
+
+
+class SyntheticTask:
+    """Random prompts and a reward on token ids (``data=synthetic``); no tokenizer is loaded.
+
+    Raises:
+        ConfigError: a length contradicts the model or the rollout.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.vocab_size = config.model.vocab_size
+        self.data = SyntheticPrompts(
+            config.data,
+            seed=config.trainer.seed,
+            max_prompt_len=config.rollout.max_prompt_len,
+            vocab_size=self.vocab_size,
+        )
+        self.eos_token_ids = () if config.rollout.ignore_eos else self.data.stop_token_ids()
+
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """See :meth:`recipes.data.synthetic.SyntheticPrompts.take`."""
+        return self.data.take(start, count)
+
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
+        """See :mod:`recipes.reward.synthetic`."""
+        return score_all([sample.response_ids for sample in samples], self.vocab_size)
+
+    def info(self) -> dict[str, Any]:
+        """For the manifest."""
+        return self.data.info()
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def make_task(config: RunConfig) -> Task:
+    """The task that ``config.data`` and ``config.reward`` name."""
+    return SyntheticTask(config) if config.data.path == SYNTHETIC else DataTask(config)

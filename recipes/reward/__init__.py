@@ -71,6 +71,8 @@ def build_reward(cfg: RewardSettings | str) -> RewardFunction:
         return (
             MathReward() if isinstance(cfg, str) else MathReward(timeout_s=cfg.timeout_s, num_workers=cfg.num_workers)
         )
+    if name == "synthetic":
+        raise ConfigError("it scores token ids, not text", where="reward.name", fix="Use it with data=synthetic.")
     module, dot, attribute = name.rpartition(".")
     fix = f"Use {', '.join(BUILT_IN)} or a dotted path to a function."
     if not dot:

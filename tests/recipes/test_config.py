@@ -70,7 +70,15 @@ def test_documented_overrides():
 def test_experiments_compose(name):
     config = composed(f"experiment={name}")
     assert config.experiment == name
-    if "8b" in name:
+    if name.endswith("gpu"):
+        devices = int(name[-4])
+        assert config.hardware.devices == config.train.world_size == config.rollout.tensor_parallel_size == devices
+        assert config.model.path is None and config.orchestrator.name == "local" and config.logger.wandb == "off"
+        assert config.data.path == config.reward.name == "synthetic" and config.train.optimizer == "sgd"
+        assert config.train.lr == 0.1  # the hardware's, not the model's
+        mean = config.data.mean_response_len
+        assert config.trainer.steps * config.samples_per_step * mean > 300_000
+    elif "8b" in name:
         train, rollout = config.train, config.rollout
         assert (train.tensor_parallel_size, train.context_parallel_size) == (4, 2)
         assert (rollout.tensor_parallel_size, rollout.num_engines) == (4, 2)
@@ -153,7 +161,7 @@ BAD = [
     ("rolout.temperature=1", "rolout.temperature", "rollout.temperature"),
     ("rollout.foo=1", "rollout.foo", "not a configuration key"),
     ("+trainer.extra=1", "trainer.extra", "not a configuration key"),
-    ("hardware=h300", "hardware", "cpu, h100, h200, mi300x"),
+    ("hardware=h300", "hardware", "cpu, h100, h200, h200_1gpu"),
     ("consistency=bitwise", "consistency", "audit, fast, native, strict"),
     ("trainer.steps", "command line", "key=value"),
     ("model=null", "model", "qwen3_tiny"),
@@ -225,3 +233,28 @@ def test_a_run_directory_that_cannot_be_made_is_named(tmp_path):
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"hydra.run.dir: {tmp_path}/file/x: Not a directory" in done.stderr
+
+
+def test_what_does_not_fit_one_device_is_refused():
+    base = ["experiment=qwen3_8b_grpo_h200_1gpu"]
+    with pytest.raises(ConfigError, match="train.optimizer: .* take 137 GiB of a device and the rollout engine 31"):
+        composed(*base, "train.optimizer=adam")
+    composed("experiment=qwen3_8b_grpo_h200_2gpu", "train.optimizer=adam")
+    with pytest.raises(ConfigError, match="train.optimizer: sgd under train.distributed_optimizer"):
+        composed(*base, "train.distributed_optimizer=true")
+    composed("experiment=qwen3_8b_grpo_h200_2gpu", "train.tensor_parallel_size=1", "train.data_parallel_size=2")
+    composed("experiment=qwen3_8b_grpo_h200_2gpu", "rollout.tensor_parallel_size=1", "rollout.num_engines=2")
+    composed("experiment=qwen3_8b_grpo_h200_2gpu", "train.tensor_parallel_size=1", "train.context_parallel_size=2")
+    composed("hardware=h200", "model=qwen3_8b", "data=synthetic", "orchestrator=local")  # the layout of eight stays
+
+
+def test_synthetic_data_and_reward_belong_together():
+    config = composed("data=synthetic", "data.min_len=4")
+    assert config.data.path == config.reward.name == "synthetic"
+    for overrides in (["reward.name=synthetic"], ["data=synthetic", "reward.name=arithmetic"]):
+        with pytest.raises(ConfigError, match="reward.name"):
+            composed(*overrides)
+    with pytest.raises(ConfigError, match="data.min_len: 99 exceeds"):
+        composed("data=synthetic", "data.min_len=99")
+    with pytest.raises(ConfigError, match="data.path: vime"):
+        composed("hardware=h200", "orchestrator=vime", "model=qwen3_8b", "data=synthetic")
