@@ -7,12 +7,18 @@ tokens of all ranks.
 Forward: keys and values are gathered over the group and laid out from absolute position 0, then each local chunk
 attends to everything up to its own end. The key blocks of the contract start at absolute position 0, so a query sees
 the same blocks in the same order as without context parallelism. Backward: a key's gradient is the sum over this rank's
-two chunks, then over the ranks, in fp32 and in a fixed tree; run-to-run bitwise equal, not equal to another CP size.
+two chunks, then over the ranks, in fp32 and in a fixed tree.
+
+Guarantee: log-probabilities, log-sum-exps, entropies and values have the bits of the run without context parallelism,
+and so of the rollout. Gradients are sums over tokens; here each rank sums its own tokens and the collective of the
+data-parallel group (gloo or NCCL) adds the ranks in fp32. Weights after an update are therefore bitwise equal from run
+to run and on every rank, and not those of another context-parallel size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -42,7 +48,10 @@ class Layout:
         positions: int64 [T_local], logical positions.
         gathered: int64 [T], where token g of the whole batch sits in the concatenation over ranks.
         cu_q, cu_k: int32 [2B + 1], local chunks as sequences of their own, and the keys they see.
-        keys: int64 [K], packed index of every key of every chunk; ``first`` marks the keys of the lower chunks.
+        keys: int64 [K], packed index of every key of every chunk.
+        sources: int64 [K], where each of them sits in the concatenation over ranks.
+        lower, upper: int64, elements of ``keys`` that the lower and the upper chunks see; within either of the two no
+            packed index occurs twice.
     """
 
     tokens: torch.Tensor
@@ -51,7 +60,9 @@ class Layout:
     cu_q: torch.Tensor
     cu_k: torch.Tensor
     keys: torch.Tensor
-    first: torch.Tensor
+    sources: torch.Tensor
+    lower: torch.Tensor
+    upper: torch.Tensor
 
 
 def build_layout(cu_seqlens: torch.Tensor, rank: int, size: int) -> Layout:
@@ -60,8 +71,14 @@ def build_layout(cu_seqlens: torch.Tensor, rank: int, size: int) -> Layout:
     Raises:
         EngineError: a sequence length is not a multiple of ``2 * size``.
     """
-    borders = cu_seqlens.tolist()
-    device = cu_seqlens.device
+    found = _layout(tuple(cu_seqlens.tolist()), rank, size)
+    if cu_seqlens.device.type == "cpu":
+        return found
+    return Layout(**{f.name: getattr(found, f.name).to(cu_seqlens.device) for f in fields(Layout)})
+
+
+@functools.lru_cache(maxsize=64)  # a pack is asked for several times a step: logp, reference, every update
+def _layout(borders: tuple[int, ...], rank: int, size: int) -> Layout:
     per_rank: list[list[torch.Tensor]] = [[] for _ in range(size)]
     positions: list[torch.Tensor] = []
     keys: list[torch.Tensor] = []
@@ -92,8 +109,18 @@ def build_layout(cu_seqlens: torch.Tensor, rank: int, size: int) -> Layout:
     def borders_of(lengths: list[int]) -> torch.Tensor:
         return torch.tensor(lengths).cumsum(0).to(torch.int32)
 
-    parts = (torch.cat(per_rank[rank]), torch.cat(positions), gathered, borders_of(len_q), borders_of(len_k))
-    return Layout(*(t.to(device) for t in (*parts, torch.cat(keys), torch.cat(first))))
+    is_lower = torch.cat(first)
+    return Layout(
+        tokens=torch.cat(per_rank[rank]),
+        positions=torch.cat(positions),
+        gathered=gathered,
+        cu_q=borders_of(len_q),
+        cu_k=borders_of(len_k),
+        keys=torch.cat(keys),
+        sources=gathered[torch.cat(keys)],
+        lower=is_lower.nonzero().squeeze(1),
+        upper=(~is_lower).nonzero().squeeze(1),
+    )
 
 
 def layout_of(packed: Any, group: Any, tokens: int) -> Layout:
@@ -125,17 +152,16 @@ class _GatherKeys(torch.autograd.Function):
 
         ctx.layout, ctx.group, ctx.dtype = layout, group, x.dtype
         everyone = gather_bytes(x, group).view(-1, *x.shape[1:])
-        return everyone.index_select(0, layout.gathered.index_select(0, layout.keys))
+        return everyone.index_select(0, layout.sources)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         layout, group = ctx.layout, ctx.group
-        rows = layout.gathered.index_select(0, layout.keys)
-        wide = grad.float()
         halves = []
-        for mask in (layout.first, ~layout.first):
-            half = wide.new_zeros(layout.gathered.numel(), *wide.shape[1:])
-            half[rows[mask]] = wide[mask]  # each key occurs once in the chunks of one half
+        for seen in (layout.lower, layout.upper):
+            half = grad.new_zeros(layout.gathered.numel(), *grad.shape[1:], dtype=torch.float32)
+            # Each key occurs once in the chunks of one half.
+            half.index_copy_(0, layout.sources[seen], grad.index_select(0, seen).float())
             halves.append(half)
         return rl_kernel.reduce_scatter(halves[0] + halves[1], group, out_dtype=ctx.dtype), None, None
 

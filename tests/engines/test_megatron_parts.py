@@ -86,7 +86,10 @@ def test_zigzag_layout() -> None:
     assert parts[0].cu_k.tolist() == [0, 2, 10, 11, 15]
     assert parts[0].keys.tolist() == [0, 1, *range(8), 8, 8, 9, 10, 11]
     order = torch.cat([p.tokens for p in parts])
-    assert torch.equal(order[parts[0].gathered], torch.arange(12))
+    for part in parts:
+        assert torch.equal(order[part.gathered], torch.arange(12)) and torch.equal(order[part.sources], part.keys)
+        assert torch.cat([part.lower, part.upper]).sort().values.tolist() == list(range(len(part.keys)))
+        assert all(len(part.keys[seen].unique()) == len(seen) for seen in (part.lower, part.upper))
     with pytest.raises(EngineError, match="not a multiple of 4"):
         megatron_cp.build_layout(torch.tensor([0, 6]), 0, 2)
 

@@ -54,6 +54,14 @@ def run(folder: Path, *overrides: str, steps: int = 3) -> list[dict]:
         ),
         ("train.data_parallel_size=2", "algorithm.num_minibatches=2", "algorithm.kl_coef=0.01"),
         ("algorithm=ppo", "algorithm.ppo_epochs=2"),
+        # The published layout in small: tensor, context and sequence parallel, optimizer state spread over the ranks.
+        (
+            "train.tensor_parallel_size=2",
+            "train.context_parallel_size=2",
+            "train.sequence_parallel=true",
+            "train.distributed_optimizer=true",
+        ),
+        ("train.context_parallel_size=4", "algorithm=ppo", "algorithm.kl_coef=0.01"),
     ],
     ids=lambda o: ",".join(o),
 )
@@ -70,6 +78,14 @@ def test_strict_runs_have_no_mismatch(tmp_path, overrides):
 def test_stock_operators_differ(tmp_path):
     rows = run(tmp_path, "consistency=native")
     assert all(r["consistency/mismatch_count"] > 0.5 * r["consistency/active_tokens"] for r in rows)
+
+
+def test_context_parallel_resumes_with_the_same_bytes(tmp_path):
+    """Every rank saves and reads its own state; a run that stops half-way ends like one that does not."""
+    layout = ("train.context_parallel_size=2", "train.distributed_optimizer=true", "trainer.save_interval=2")
+    whole = run(tmp_path / "whole", *layout, steps=4)
+    run(tmp_path / "parts", *layout, steps=2)
+    assert differing_keys(whole, run(tmp_path / "parts", *layout, steps=4)) == []
 
 
 def test_sigkill_and_resume_write_the_bytes_of_an_unbroken_run(tmp_path):
