@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 from rl_kernel.errors import ContractError
 from rl_kernel.ops._operator import Operator
-from rl_kernel.registry import resolve
+from rl_kernel.ops.collectives import peer
+from rl_kernel.registry import get_mode, resolve
 
 _DTYPES = (torch.float32, torch.bfloat16)
 # From this payload on, every rank sums one slice and the rounded slices are gathered: less traffic and less arithmetic,
@@ -58,6 +59,13 @@ def group_of(name: str) -> dist.ProcessGroup:
 
 def gather_bytes(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[R, ...] payloads of all ranks in rank order, moved as bytes: any dtype, any backend, NaN payloads included."""
+    peers = peer.of(group, x, "all_gather")
+    if peers is not None:
+        return peers.all_gather(x)
+    return _gather_by_group(x, group)
+
+
+def _gather_by_group(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty((group.size(), *x.shape), dtype=x.dtype, device=x.device)
     if x.numel():
@@ -72,6 +80,11 @@ def _exchange_slices(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if x.numel():
         dist.all_to_all_single(out.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), group=group)
     return out.view(group.size(), x.shape[0] // group.size(), *x.shape[1:])
+
+
+def _peers(group: dist.ProcessGroup, x: torch.Tensor, call: str) -> peer.Peers | None:
+    """Peer memory adds in the contract's tree only; mode native wants torch's own sum."""
+    return None if get_mode() == "native" else peer.of(group, x, call)
 
 
 def _reduce_parts(parts: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -92,15 +105,22 @@ def _check_rows(name: str, x: torch.Tensor, size: int) -> None:
 
 def _all_reduce_bytes(x: torch.Tensor, group: str, out_dtype: torch.dtype) -> torch.Tensor:
     process_group = group_of(group)
+    peers = _peers(process_group, x, "all_reduce")
+    if peers is not None:
+        return peers.all_reduce(x, out_dtype)
     size = process_group.size()
     if size > 2 and x.numel() >= _SLICED_NUMEL and x.numel() % size == 0:
         own = _reduce_parts(_exchange_slices(x.reshape(-1), process_group), out_dtype)
-        return gather_bytes(own, process_group).view(x.shape)
-    return _reduce_parts(gather_bytes(x, process_group), out_dtype)
+        return _gather_by_group(own, process_group).view(x.shape)
+    return _reduce_parts(_gather_by_group(x, process_group), out_dtype)
 
 
 def _reduce_scatter_bytes(x: torch.Tensor, group: str, out_dtype: torch.dtype) -> torch.Tensor:
-    return _reduce_parts(_exchange_slices(x, group_of(group)), out_dtype)
+    process_group = group_of(group)
+    peers = _peers(process_group, x, "reduce_scatter")
+    if peers is not None:
+        return peers.reduce_scatter(x, out_dtype)
+    return _reduce_parts(_exchange_slices(x, process_group), out_dtype)
 
 
 def _all_gather_bytes(x: torch.Tensor, group: str, reduce_grad: bool) -> torch.Tensor:
