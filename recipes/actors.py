@@ -14,12 +14,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from recipes.batching import MicroBatch, Part, gather
 from recipes.config import RunConfig
+from recipes.engines.device_memory import Handle, place_of
 from recipes.engines.types import Sample, SamplingParams
+from recipes.engines.weight_transfer import Described, Entry, Offer, WeightExporter
 from recipes.losses import make_loss
 from rl_kernel.registry import fallback_count
 
@@ -52,25 +53,6 @@ def _plain(info: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps({**facts, **info}, default=str))  # an engine with worker processes knows better
 
 
-Plain = dict[str, tuple[str, tuple[int, ...], np.ndarray]]  # name -> dtype, shape, bytes
-
-
-def to_plain(named: dict[str, torch.Tensor]) -> Plain:
-    """Tensors as arrays. Megatron changes how its process pickles tensors: whoever reads them would import it."""
-    return {
-        name: (str(t.dtype).removeprefix("torch."), tuple(t.shape), t.contiguous().view(-1).view(torch.uint8).numpy())
-        for name, t in named.items()
-    }
-
-
-def from_plain(plain: Plain) -> dict[str, torch.Tensor]:
-    """The inverse of :func:`to_plain`, in memory of its own (Ray's arrays are read-only)."""
-    return {
-        name: torch.from_numpy(data.copy()).view(getattr(torch, dtype)).view(shape)
-        for name, (dtype, shape, data) in plain.items()
-    }
-
-
 class RolloutActor:
     """One rollout engine."""
 
@@ -92,9 +74,25 @@ class RolloutActor:
         """Responses to ``prompts``, ``params.n`` each; one seed per response, prompt by prompt."""
         return self.engine.generate(prompts, params, seeds, weight_version=version)
 
-    def update_weights(self, plain: Plain, version: int) -> str:
-        """Replace all weights, reset the prefix cache, return the content hash of what the engine then holds."""
-        return self.engine.update_weights(from_plain(plain), version)
+    def places(self) -> list[str]:
+        """The physical devices of the engine's workers, see :mod:`recipes.engines.device_memory`."""
+        return self.engine.places()
+
+    def begin_update(self, tensors: Described, version: int, handles: dict[str, Handle]) -> None:
+        """Check the announced tensors and open the buffers; see :mod:`recipes.engines.weight_transfer`."""
+        self.engine.begin_update(tensors, version, handles)
+
+    def load_bucket(self, entries: list[Entry]) -> None:
+        """Load what the buffers hold now."""
+        self.engine.load_bucket(entries)
+
+    def finish_update(self) -> str:
+        """Reset the prefix cache, close the buffers, return the content hash of what the engine holds."""
+        return self.engine.finish_update()
+
+    def abort_update(self) -> None:
+        """Close the buffers; the engine stays unusable until a whole update."""
+        self.engine.abort_update()
 
     def shutdown(self) -> None:
         """Stop the engine and its worker processes."""
@@ -121,6 +119,7 @@ class TrainActor:
         }
         self._engine = engine
         self.engines: dict[str, Any] = {}
+        self._export: WeightExporter | None = None
 
     def start(self) -> None:
         """Build the engines of this rank."""
@@ -166,12 +165,38 @@ class TrainActor:
         step = engine.optimizer_step()
         return {**(totals if self.speaks else {}), **{f"{role}/{key}": float(value) for key, value in step.items()}}
 
-    def export(self) -> tuple[Plain, str] | None:
-        """Full weights under Hugging Face names and their content hash, on rank 0; every rank must call it."""
-        from recipes.engines.weights import content_hash
+    def place(self) -> str:
+        """The physical device of this rank."""
+        return place_of(self.engines["policy"].device)
 
-        weights = self.engines["policy"].export_hf_weights()
-        return (to_plain(weights), content_hash(weights)) if self.rank == 0 else None
+    def export_begin(self, kind: str, shares: bool) -> Offer:
+        """Plan the export of the policy; every rank takes part in every round. See :mod:`weight_transfer`."""
+        engine = self.engines["policy"]
+        self._export = WeightExporter(
+            engine.hf_tensors(),
+            engine.stream_hf_weights(),
+            device=engine.device,
+            kind=kind,
+            shares=shares,
+            bucket_bytes=self.config.orchestrator.weight_bucket_bytes,
+        )
+        return self._export.offer
+
+    def export_bucket(self, index: int) -> None:
+        """Fill the buffer with bucket ``index``."""
+        assert self._export is not None
+        self._export.fill(index)
+
+    def export_end(self) -> str | None:
+        """Content hash of what this rank sent."""
+        assert self._export is not None
+        return self._export.finish()
+
+    def export_close(self) -> None:
+        """Free the buffer."""
+        export, self._export = self._export, None
+        if export is not None:
+            export.close()
 
     def save(self, folder: str) -> None:
         """Write the state of every trained model."""

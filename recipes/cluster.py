@@ -6,6 +6,7 @@ the tail of its log. Actors die with the driver.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -20,9 +21,13 @@ import numpy as np
 from recipes.actors import ROLLOUT_ENGINE, TRAIN_ENGINE, RolloutActor, TrainActor
 from recipes.batching import MicroBatch, join
 from recipes.config import RunConfig
+from recipes.engines.device_memory import WeightLinkError
 from recipes.engines.types import Sample, SamplingParams
+from recipes.engines.weights import HASH_KIND
 from recipes.errors import ConfigError, EngineError, RecipeError, WeightSyncError
 from recipes.transport import ActorDiedError, ActorFailedError, Transport, choose
+
+log = logging.getLogger(__name__)
 
 
 def _free_port() -> int:
@@ -76,6 +81,8 @@ class Cluster:
         self._kernel: dict[str, Any] | None = None
         self._engines = (rollout_engine, train_engine)
         self.transport: Transport = choose(config.orchestrator)
+        self.link, self.link_reason = "", ""  # how weights travel: device | host, and why not device
+        self._places: tuple[list[str], list[str]] = ([], [])
 
     # ------------------------------------------------------------------ life
 
@@ -107,8 +114,8 @@ class Cluster:
         if config.hardware.device != "cpu":
             offset = 0 if config.hardware.colocate or cls is TrainActor else config.train.world_size
             env |= visible_devices(config.hardware.device, [d + offset for d in devices], os.environ)
-        log = self.logs / f"{name}.log"
-        actor = self.transport.spawn(cls, (*args, str(log)), env=env, log=log)
+        path = self.logs / f"{name}.log"
+        actor = self.transport.spawn(cls, (*args, str(path)), env=env, log=path)
         self._names[actor] = name
         return actor
 
@@ -240,20 +247,67 @@ class Cluster:
         return totals
 
     def sync(self, version: int) -> str:
-        """Send the policy to every rollout engine; returns the content hash both sides agree on.
+        """Send the policy to every rollout engine; returns the content hash that both sides agree on.
+
+        Weights go through GPU memory where trainer and engines reach each other's, else through host memory: see
+        ``orchestrator.weight_link`` and :mod:`recipes.engines.weight_transfer`.
 
         Raises:
-            WeightSyncError: an engine holds other bytes than the trainer afterwards.
+            WeightSyncError: an engine holds other bytes than the trainer afterwards, or two training ranks differ.
+            WeightLinkError: ``orchestrator.weight_link=device``, and that does not work here.
         """
-        exported = next(x for x in self._gather([(a, "export", ()) for a in self.train]) if x is not None)
-        weights, wanted = self._put(exported[0]), exported[1]
-        held = self._gather([(a, "update_weights", (weights, version)) for a in self.rollout])
+        if not self.link:
+            wanted = self.config.orchestrator.weight_link
+            on_gpu = self.config.hardware.device != "cpu"
+            self.link = "device" if on_gpu and wanted != "host" else "host"
+            trainers, engines = [(a, "place", ()) for a in self.train], [(a, "places", ()) for a in self.rollout]
+            places = self._gather([*trainers, *engines])
+            self._places = places[: len(trainers)], [place for found in places[len(trainers) :] for place in found]
+        try:
+            return self._sync(version)
+        except WeightLinkError as error:
+            if self.link == "host" or self.config.orchestrator.weight_link == "device":
+                raise
+            self.link, self.link_reason = "host", str(error)
+            log.warning("weights go through host memory, which is slow: %s", error)
+        self._gather([(a, "abort_update", ()) for a in self.rollout])
+        self._gather([(a, "export_close", ()) for a in self.train])
+        return self._sync(version)
+
+    def sync_facts(self) -> dict[str, Any]:
+        """For the manifest: which way weights go, why not the other one, which hash."""
+        return {"transport": self.link, "reason": self.link_reason, "hash": HASH_KIND, "backend": self.transport.name}
+
+    def _sync(self, version: int) -> str:
+        trainers, places = self._places
+        # An engine's worker reads from the rank on its own device, or else from rank 0.
+        sources = {p: trainers.index(p) if self.link == "device" and p in trainers else 0 for p in places}
+        offers = self._gather(
+            [(a, "export_begin", (self.link, rank in sources.values())) for rank, a in enumerate(self.train)]
+        )
+        buckets, tensors = offers[0].buckets, offers[0].tensors
+        handles = {place: offers[rank].handle for place, rank in sources.items()}
+        self._gather([(a, "begin_update", (tensors, version, handles)) for a in self.rollout])
+        for index, entries in enumerate(buckets):
+            self._gather([(a, "export_bucket", (index,)) for a in self.train])
+            self._gather([(a, "load_bucket", (entries,)) for a in self.rollout])
+        sent = self._gather([(a, "export_end", ()) for a in self.train])
+        held = self._gather([(a, "finish_update", ()) for a in self.rollout])
+        self._gather([(a, "export_close", ()) for a in self.train])
+        wanted = next(digest for digest in sent if digest)
+        for actor, digest in zip(self.train, sent):
+            if digest and digest != wanted:
+                raise WeightSyncError(
+                    f"sent weights {digest[:16]}, another training rank {wanted[:16]} (version {version})",
+                    where=self._names[actor],
+                    fix="The ranks drifted apart; resume from the last checkpoint.",
+                )
         for actor, digest in zip(self.rollout, held):
             if digest != wanted:
                 raise WeightSyncError(
                     f"holds weights {digest[:16]} after the update, the trainer sent {wanted[:16]} (version {version})",
                     where=self._names[actor],
-                    fix="The rollout would be stale; this is a bug in the engine's update_weights.",
+                    fix="The rollout would be stale; this is a bug in the engine's update of its weights.",
                 )
         return wanted
 

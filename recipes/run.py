@@ -223,7 +223,7 @@ class Run:
                 self.cluster.start(signals.install)
                 require_same_contract(config.consistency.mode, *self.cluster.infos)
                 self.resume(found)
-                facts = {"data": self.task.info(), "weight_sync": self.cluster.sync_facts()}
+                facts: dict[str, Any] = {"data": self.task.info(), "weight_sync": self.cluster.sync_facts()}
                 self.manifest = Manifest(folder, config.to_dict(), first_step=loop.step, **facts)
                 self.manifest.engines(*self.cluster.infos)
                 self.manifest.weights(loop.step, loop.weight_hash)

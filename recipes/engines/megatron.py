@@ -15,7 +15,7 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -384,8 +384,17 @@ class MegatronEngine:
 
     def export_hf_weights(self) -> dict[str, torch.Tensor]:
         """Full tensors under Hugging Face names, on the CPU, on every rank; collective over the TP group."""
+        return {name: tensor.cpu().clone() for name, tensor in self.stream_hf_weights()}
+
+    def hf_tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of everything that :meth:`stream_hf_weights` yields, in its order (not for a critic)."""
+        return {name: (shape, self.config.dtype) for name, shape in weights.hf_shapes(self.config).items()}
+
+    def stream_hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors under Hugging Face names, one at a time, on this rank's device; collective over the TP group, so
+        every rank must take every one. A tensor may be the parameter itself: do not write to it."""
         params = {name: param.detach() for name, param in self.model.named_parameters()}
-        return {name: tensor.cpu().clone() for name, tensor in weights.export(params, self.config, self.tp_group)}
+        return weights.export(params, self.config, self.tp_group)
 
     def weight_hash(self) -> str:
         """Content hash of :meth:`export_hf_weights`; equal to the rollout engine's if it holds the same bytes."""

@@ -2,8 +2,9 @@
 
 :func:`register` is the ``vllm.general_plugins`` entry point that replaces vLLM's numeric layers by rl_kernel's;
 :class:`VllmEngine` is the in-process engine of the loop. The rooms beside this file hold the layers
-(``vllm_layers``), attention (``vllm_attention``), sampling (``vllm_sampler``), weights (``vllm_weights``) and what can
-be checked before a start (``vllm_config``). vLLM is imported only when one of the two is used.
+(``vllm_layers``), attention (``vllm_attention``), sampling (``vllm_sampler``), weights (``vllm_update`` on the engine's
+side, ``vllm_weights`` in the workers) and what can be checked before a start (``vllm_config``). vLLM is imported only
+when one of the two is used.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from recipes.engines.mode import in_own_mode, prepare_process
 from recipes.engines.types import Sample, SamplingParams
 from recipes.engines.vllm_config import BITWISE_MODES, check_sampling, gpu_options, hf_config
-from recipes.engines.weights import EMBEDDING, TIED_HEAD, content_hash
+from recipes.engines.vllm_update import WeightUpdates
 from recipes.errors import ConfigError, DataError, EngineError, RecipeError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class VllmEngine:
+class VllmEngine(WeightUpdates):
     """vLLM in this process (and one worker process per rank when the tensor-parallel size is above 1).
 
     The engine starts with vLLM's placeholder weights and refuses to generate until :meth:`update_weights` succeeded.
@@ -177,10 +178,11 @@ class VllmEngine:
             ) from error
         from vllm.platforms import current_platform
 
+        from recipes.engines.vllm_attention import backend_name
         from recipes.engines.vllm_layers import CONFIG_KEY, clear_shared_layers
 
-        cuda = current_platform.is_cuda()
-        if cuda and self.active:
+        gpu = current_platform.is_cuda_alike()
+        if current_platform.is_cuda() and self.active:
             self.attention = self._consistency.attention_on("sm90")
             prepare_process(self.mode, self.attention)
         register()
@@ -208,11 +210,11 @@ class VllmEngine:
             },
             "disable_log_stats": False,
         }
-        if cuda:
-            options |= gpu_options(self.mode, rollout)
+        if gpu:
+            options |= gpu_options(self.mode, rollout, backend_name(current_platform))
         if rollout.kv_cache_bytes:
             options["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
-            if cuda:  # decides nothing then, but vLLM wants that share of the device free, which a trainer may hold
+            if gpu:  # decides nothing then, but vLLM wants that share of the device free, which a trainer may hold
                 options["gpu_memory_utilization"] = 0.01
         else:
             options["gpu_memory_utilization"] = rollout.gpu_memory_utilization
@@ -266,6 +268,7 @@ class VllmEngine:
         self.tensors: dict[str, tuple[tuple[int, ...], str]] = first["tensors"]
         self.replaced: dict[str, int] = first["replaced"]
         self.device = torch.device(first["device"])
+        self._places = [report["place"] for report in reports]
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return self._llm.collective_rpc(method, args=args)
@@ -415,101 +418,6 @@ class VllmEngine:
             weight_version=self.weight_version,
             finish_reason=str(completion.finish_reason),
         )
-
-    # Weights
-
-    @in_own_mode
-    def update_weights(self, named: Mapping[str, torch.Tensor], version: int, expected_hash: str | None = None) -> str:
-        """Load full Hugging Face tensors into every rank, prove it, and forget every cached prefix.
-
-        After loading, each rank compares its parameters byte by byte with ``named``. Until that succeeded the engine
-        refuses to generate.
-
-        Args:
-            named: all tensors of the model, in the model's dtype. ``lm_head.weight`` of a tied model may be left out.
-            version: not below the version of the last update.
-            expected_hash: ``content_hash`` on the training side; another content is an error.
-
-        Returns:
-            ``content_hash`` of ``named`` (without a tied LM head).
-
-        Raises:
-            WeightSyncError: a tensor is missing, unknown, of another shape or dtype, not finite, or not what a rank
-                holds afterwards; or the version is stale. The message names the tensor.
-        """
-        if self._llm is None or self._broken is not None:
-            self._check_ready(None)
-        tensors = self._checked(dict(named), version)
-        found = content_hash(tensors)
-        if expected_hash is not None and found != expected_hash:
-            raise WeightSyncError(
-                f"the tensors hash to {found[:16]}, the trainer's weights of version {version} to {expected_hash[:16]}",
-                where="update_weights",
-                fix="Export the weights again after the optimizer step.",
-            )
-        self._usable = False
-        if self.tied and TIED_HEAD in self.tensors:  # vLLM keeps a second copy
-            tensors[TIED_HEAD] = tensors[EMBEDDING]
-        for rank, wrong in enumerate(self._rpc("rl_kernel_load", tensors, self.active)):
-            if wrong:
-                more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-                raise WeightSyncError(
-                    f"rank {rank} does not hold the given weights: {'; '.join(wrong[:4])}{more}",
-                    where=f"update_weights, version {version}",
-                    fix="Start a new engine; the weights of this one are undefined.",
-                )
-        if not self._llm.reset_prefix_cache():
-            raise EngineError(
-                "the prefix cache cannot be reset, so answers could mix two versions of the weights",
-                where=f"update_weights, version {version}",
-                fix="Update the weights when no request is running.",
-            )
-        self.weight_version, self.weight_hash, self._usable = version, found, True
-        return found
-
-    def _checked(self, tensors: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-        where = f"update_weights, version {version}"
-        if version < 0 or version < self.weight_version:
-            raise WeightSyncError(
-                f"version {version} is older than {self.weight_version}, which the engine holds", where=where
-            )
-        if self.tied and TIED_HEAD in tensors:
-            from recipes.engines.weights import tensor_bytes
-
-            head = tensors.pop(TIED_HEAD)
-            if EMBEDDING in tensors and tensor_bytes(head) != tensor_bytes(tensors[EMBEDDING]):
-                raise WeightSyncError(
-                    f"{TIED_HEAD} differs from {EMBEDDING}, and the model ties them",
-                    where=where,
-                    fix="Leave it out, or use model.tie_word_embeddings=false.",
-                )
-        expected = {k: v for k, v in self.tensors.items() if not (self.tied and k == TIED_HEAD)}
-        for what, names in (("missing", expected.keys() - tensors.keys()), ("unknown", tensors.keys() - expected)):
-            if names:
-                listed = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-                raise WeightSyncError(f"{len(names)} tensors are {what}: {listed}", where=where)
-        for name, (shape, dtype) in expected.items():
-            tensor = tensors[name]
-            if tuple(tensor.shape) != tuple(shape):
-                raise WeightSyncError(
-                    f"{name} has shape {list(tensor.shape)}, {list(shape)} is needed",
-                    where=where,
-                    fix="Give full tensors, gathered over the ranks and without vocabulary padding.",
-                )
-            given = str(tensor.dtype).removeprefix("torch.")
-            if given != dtype:
-                raise WeightSyncError(
-                    f"{name} is {given}, the engine holds {dtype}",
-                    where=where,
-                    fix="Round on the training side, so that both sides hold the same bytes.",
-                )
-            if not bool(torch.isfinite(tensor).all()):
-                raise WeightSyncError(
-                    f"{name} holds NaN or infinity",
-                    where=where,
-                    fix="Check the learning rate and the gradient norm of the last step.",
-                )
-        return {name: tensor.detach() for name, tensor in tensors.items()}
 
     # Facts
 

@@ -8,15 +8,18 @@ byte by byte with the slice of the given tensor it stands for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import rl_kernel
 from recipes.engines import vllm as plugin
+from recipes.engines.device_memory import Handle, place_of
 from recipes.engines.vllm_layers import audit_model, require
+from recipes.engines.weight_transfer import Entry, WeightReader
+from recipes.engines.weights import digests
 
 # A worker process imports this module before it builds the model.
 plugin.register()
@@ -139,33 +142,62 @@ def pieces(model: torch.nn.Module) -> tuple[list[Piece], list[str]]:
     return found, unknown
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 26  # elements compared at a time: the comparison needs a byte for each
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
+    """Whether bit patterns differ, on the device; None where dtype or shape do."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return None
+    view = _BITS[a.element_size()]
+    a, b = a.view(view), b.view(view)
+    if a.numel() <= _CHUNK or a.dim() == 0:
+        return torch.ne(a, b).any()
+    rows = max(1, _CHUNK // (a.numel() // a.shape[0]))
+    return torch.stack([torch.ne(x, y).any() for x, y in zip(a.split(rows), b.split(rows))]).any()
+
+
+def _true(flags: Mapping[str, torch.Tensor | None]) -> list[str]:
+    """Names whose flag is True or None; the device is waited for once."""
+    known = {name: flag for name, flag in flags.items() if flag is not None}
+    values = dict(zip(known, torch.stack(list(known.values())).tolist())) if known else {}
+    return [name for name in flags if values.get(name, True)]
+
+
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same dtype, shape and bit patterns (-0.0 is not 0.0, NaN equals itself)."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    view = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.contiguous().view(view), b.contiguous().view(view))
+    return not _true({"": _differ(a, b)})
 
 
-def differences(model: torch.nn.Module, named: Mapping[str, torch.Tensor], *, stock: bool = False) -> list[str]:
-    """Names of tensors that ``model`` does not hold byte for byte after loading ``named``.
+def differences(
+    model: torch.nn.Module, named: Mapping[str, torch.Tensor], *, stock: bool = False, of: list[Piece] | None = None
+) -> list[str]:
+    """Names of tensors of ``named`` that ``model`` does not hold byte for byte after loading them.
 
     Args:
         stock: skip parameters that a stock layer has repacked and emptied (``stale_products`` looks at those).
+        of: :func:`pieces` of the model, where the caller has them.
     """
-    wrong: list[str] = []
+    flags: dict[str, torch.Tensor | None] = {}
     modules = dict(model.named_modules())
-    for piece in pieces(model)[0]:
+    for piece in pieces(model)[0] if of is None else of:
         weight = modules[piece.module].weight.data
-        if stock and weight.numel() == 0:
+        if piece.name not in named or (stock and weight.numel() == 0):
             continue
-        if not same_bytes(piece.local(weight), piece.shard(named[piece.name]).to(weight.device)):
-            wrong.append(piece.name)
-    for path, module in modules.items():
+        flags[piece.name] = _differ(piece.local(weight), piece.shard(named[piece.name]).to(weight.device))
+    return _true(flags)
+
+
+def filled_padding(model: torch.nn.Module) -> list[str]:
+    """Tables whose vocabulary padding is not zero."""
+    flags: dict[str, torch.Tensor | None] = {}
+    for path, module in model.named_modules():
         index = getattr(module, "shard_indices", None)
-        if index is not None and module.weight.data[index.num_org_elements :].count_nonzero():
-            wrong.append(f"{path}.weight (vocabulary padding is not zero)")
-    return wrong
+        if index is not None:
+            name = f"{path}.weight (vocabulary padding is not zero)"
+            flags[name] = module.weight.data[index.num_org_elements :].count_nonzero() > 0
+    return _true(flags)
 
 
 def stale_products(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> list[str]:
@@ -224,11 +256,29 @@ def _contract(model: torch.nn.Module) -> str | None:
     return rl_kernel.fingerprint(family, virtual_tp=next(iter(settings)).virtual_tp, model_dtype=dtype)
 
 
+@dataclass
+class _Update:
+    """An update that has begun."""
+
+    model: Any
+    reader: WeightReader | None
+    pieces: list[Piece]
+    copies: dict[str, str]
+    collected: dict[str, torch.Tensor] | None  # all tensors, where they are loaded at the end
+    seen: set[str] = field(default_factory=set)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return next(self.model.parameters()).device
+
+
 class WorkerExtension:
     """Methods that vLLM adds to its worker class; the engine calls them on every rank."""
 
     model_runner: Any
     vllm_config: Any
+    _rl_kernel_update: _Update | None = None
 
     def rl_kernel_describe(self) -> dict[str, Any]:
         """The tensors this worker needs, and who computes its numeric layers."""
@@ -243,6 +293,7 @@ class WorkerExtension:
             "stock": stock,
             "sampler": getattr(sampler, "rl_kernel", None) is not None,
             "device": str(next(model.parameters()).device),
+            "place": place_of(next(model.parameters()).device),
             "contract": _contract(model),
         }
 
@@ -252,21 +303,96 @@ class WorkerExtension:
 
         return registry.resolved(), registry.fallback_count()
 
-    def rl_kernel_load(self, named: dict[str, torch.Tensor], strict: bool) -> list[str]:
-        """Load full tensors under Hugging Face names; returns what is wrong afterwards, empty when nothing is.
+    # A weight update: begin, load any number of times, end. Errors travel as text: an exception would end the worker.
 
-        Errors travel as text: an exception would end the worker.
+    def rl_kernel_update_begin(
+        self, handles: Mapping[str, Handle] | None, strict: bool, copies: Mapping[str, str]
+    ) -> str:
+        """Open the buffer for this worker's device (None: tensors come with the calls); returns what is wrong.
+
+        Args:
+            strict: layers are rl_kernel's, which keep plain parameters.
+            copies: name of a tensor this worker keeps besides the one it equals.
         """
+        self.rl_kernel_update_abort()
+        model = self.model_runner.get_model()
+        device = next(model.parameters()).device
+        reader = None
+        if handles is not None:
+            try:
+                reader = WeightReader(handles[place_of(device)], device)
+            except Exception as error:  # noqa: BLE001 - reported to the engine, which raises
+                return str(error)
+        # Stock layers on the CPU repack their weights, and vLLM's way to do that again wants all tensors at once.
+        collect = not strict and device.type == "cpu"
+        self._rl_kernel_update = _Update(model, reader, pieces(model)[0], dict(copies), {} if collect else None)
+        return ""
+
+    def rl_kernel_update_load(
+        self, entries: Sequence[Entry] | None, named: dict[str, torch.Tensor] | None
+    ) -> dict[str, Any]:
+        """Load full tensors under Hugging Face names, given or read from the buffer.
+
+        Returns names of tensors that are ``wrong`` afterwards or ``not_finite``, and ``digests`` of what was read.
+        """
+        result: dict[str, Any] = {"wrong": [], "not_finite": [], "digests": {}}
+        try:
+            update = self._rl_kernel_update
+            if update is None:
+                raise RuntimeError("no update has begun")
+            with torch.no_grad():
+                if entries is not None:
+                    assert update.reader is not None
+                    named = update.reader.read(entries)
+                    result["not_finite"] = _true({k: ~torch.isfinite(t).all() for k, t in named.items()})
+                    result["digests"] = digests(named)
+                    if result["not_finite"]:
+                        return result
+                assert named is not None
+                named = {**named, **{k: named[source] for k, source in update.copies.items() if source in named}}
+                if update.collected is None:
+                    result["wrong"] = self._rl_kernel_load(update, named)
+                else:
+                    update.collected |= {k: t.clone() for k, t in named.items()} if entries is not None else named
+                if update.device.type != "cpu":
+                    torch.cuda.current_stream(update.device).synchronize()
+        except Exception as error:  # noqa: BLE001
+            result["wrong"] = [f"{type(error).__name__}: {error}"]
+        return result
+
+    def _rl_kernel_load(self, update: _Update, named: dict[str, torch.Tensor]) -> list[str]:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            # Plain parameters: the loader writes where the operators read.
+            update.model.load_weights(iter(named.items()))
+            update.seen |= named.keys()
+            return differences(update.model, named, of=update.pieces)
+
+    def rl_kernel_update_end(self) -> list[str]:
+        """Close the buffer; returns what is wrong with the whole, empty when nothing is."""
         from vllm.config import set_current_vllm_config
 
         try:
-            model = self.model_runner.get_model()
+            update = self._rl_kernel_update
+            if update is None:
+                return ["no update has begun"]
+            self.rl_kernel_update_abort()
             with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-                if strict:
-                    # Replaced layers keep plain parameters, so the loader writes where the operators read.
-                    model.load_weights(iter(named.items()))
-                    return differences(model, named)
-                _load_stock(model, self.model_runner, named)
-                return differences(model, named, stock=True) or stale_products(model, named)
-        except Exception as error:  # noqa: BLE001 - reported to the engine, which raises
+                if update.collected is not None:
+                    named = update.collected
+                    _load_stock(update.model, self.model_runner, named)
+                    found = differences(update.model, named, stock=True) or stale_products(update.model, named)
+                    update.seen |= named.keys()
+                    if found:
+                        return found
+                missing = {piece.name for piece in update.pieces} - update.seen
+                return [f"{name} (was not loaded)" for name in sorted(missing)] or filled_padding(update.model)
+        except Exception as error:  # noqa: BLE001
             return [f"{type(error).__name__}: {error}"]
+
+    def rl_kernel_update_abort(self) -> None:
+        """Close the buffer, if one is open."""
+        update, self._rl_kernel_update = self._rl_kernel_update, None
+        if update is not None and update.reader is not None:
+            update.reader.close()

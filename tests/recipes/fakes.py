@@ -17,6 +17,7 @@ import torch
 
 from recipes.data import Prompt
 from recipes.engines.types import PackedBatch, Sample, SamplingParams
+from recipes.engines.weight_transfer import WeightReader
 from recipes.engines.weights import content_hash
 from recipes.reward import summarize
 
@@ -46,10 +47,28 @@ class FakeRollout:
     def info(self):
         return {"engine": "fake", "contract": CONTRACT if fault("CONTRACT") < 0 else "other", "backends": {"x": "fake"}}
 
-    def update_weights(self, named, version):
+    def places(self):
+        return ["cpu"]
+
+    def begin_update(self, tensors, version, handles):
+        self._described, self._incoming, self._version = tensors, {}, version
+        self._reader = WeightReader(handles["cpu"], torch.device("cpu"))
+
+    def load_bucket(self, entries):
+        self._incoming |= {name: tensor.clone() for name, tensor in self._reader.read(entries).items()}
+
+    def abort_update(self):
+        self._reader.close()
+
+    def finish_update(self):
+        self._reader.close()
+        version, named = self._version, self._incoming
+        assert {k: tuple(t.shape) for k, t in named.items()} == {k: v[0] for k, v in self._described.items()}
         if fault("STALE") != version:
-            self.version, self.table = version, named["table"]
-        return content_hash({"table": named["table"] + (1 if fault("HALF") == version else 0)})
+            self.version, self.table = version, torch.cat([named[f"table.{i}"] for i in range(VOCAB)])
+        if fault("HALF") == version:
+            named["table.3"] = named["table.3"] + 1
+        return content_hash(named)
 
     def generate(self, prompts, params: SamplingParams, seeds, *, weight_version=None):
         if fault("DIE") == weight_version:
@@ -89,6 +108,7 @@ class FakeTrain:
     added over gloo; context-parallel ranks deal the positions of a pack out one by one (Megatron: in chunks)."""
 
     def __init__(self, model, train, consistency, *, role, rank, world_size, master_addr, master_port, seed):
+        self.device = torch.device("cpu")
         self.role, self.rank, self.lr = role, rank, train.lr if role != "critic" else train.critic_lr
         self.world, self.cp = world_size, train.context_parallel_size
         self.table = start_weights(seed).requires_grad_()
@@ -152,8 +172,12 @@ class FakeTrain:
         self.steps += 1
         return {"grad_norm": float(grad.norm()), "lr": self.lr}
 
-    def export_hf_weights(self):
-        return {"table": self.table.detach().clone()}
+    def hf_tensors(self):
+        return {f"table.{i}": ((1, VOCAB), "float32") for i in range(VOCAB)}
+
+    def stream_hf_weights(self):
+        for i in range(VOCAB):
+            yield f"table.{i}", self.table.detach()[i : i + 1]
 
     def save_state(self, folder):
         data = {"p": self.parameter.detach(), "steps": self.steps}
