@@ -190,7 +190,8 @@ def summary() -> str | None:
 
 def classes_up_to(limit: int) -> list[int]:
     """The upper end of every class of M that a call with at most ``limit`` rows can meet."""
-    return sorted({min(bucket(m), limit) for m in (*range(1, 17), *range(17, limit, 16), limit) if m <= limit})
+    met = (*range(1, 17), *range(17, limit, 16), *_own_class, limit)
+    return sorted({min(bucket(m), limit) for m in met if m <= limit})
 
 
 def probe(

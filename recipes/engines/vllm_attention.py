@@ -66,6 +66,7 @@ def strict_impl() -> type:
         # Set by install: whether vLLM leaves the cache update to forward, and the stock kernel that moves the bytes.
         writes_cache = False
         stock_update: Any = None
+        _is_per_token_head_quant = False  # read by the stock kernel of ROCm
 
         def __init__(
             self,
@@ -165,6 +166,11 @@ def strict_impl() -> type:
     return StrictAttentionImpl
 
 
+def backend_name(platform: Any) -> str:
+    """vLLM's attention backend whose metadata and cache the strict implementation uses."""
+    return "CPU_ATTN" if platform.is_cpu() else "TRITON_ATTN" if platform.is_rocm() else "FLASH_ATTN"
+
+
 @functools.cache
 def _without_schedule(builder: Any) -> type:
     """The stock metadata builder; nobody reads the launch schedule that FlashAttention's would compute each step."""
@@ -191,13 +197,13 @@ def install() -> None:
     registry = "vllm.v1.attention.backends.registry"
     backends = require(registry, "AttentionBackendEnum")
     register_backend = require(registry, "register_backend")
-    name = "CPU_ATTN" if current_platform.is_cpu() else "TRITON_ATTN" if current_platform.is_rocm() else "FLASH_ATTN"
+    name = backend_name(current_platform)
     member = require(registry, "AttentionBackendEnum", name) and getattr(backends, name)
     stock: Any = member.get_class()
     require(stock.__module__, stock.__name__, "get_impl_cls")
     impl: Any = strict_impl()
     impl.writes_cache = getattr(stock, "forward_includes_kv_cache_update", True)
-    if current_platform.is_cuda():
+    if current_platform.is_cuda_alike():
         impl.stock_update = require(
             stock.__module__, stock.get_impl_cls().__name__, "do_kv_cache_update"
         ).do_kv_cache_update

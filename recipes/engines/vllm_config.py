@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,16 +63,30 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     return sorted({size for size in steps if size <= max_num_seqs} | {max_num_seqs})
 
 
-def gpu_options(mode: str, rollout: RolloutConfig) -> dict[str, Any]:
-    """vLLM's options on an NVIDIA GPU that follow from the mode. Native keeps vLLM's own: compiled, its own graphs.
+def gpu_options(mode: str, rollout: RolloutConfig, backend: str) -> dict[str, Any]:
+    """vLLM's options on a GPU that follow from the mode. Native keeps vLLM's own: compiled, its own graphs.
 
     Strict graphs hold whole decode steps. Nothing is compiled: every numeric layer is one of our operators, and
     Inductor would find nothing to fuse. Steps with a prefill run eagerly.
+
+    Args:
+        mode: ``consistency.mode``.
+        rollout: sizes of the engine.
+        backend: vLLM's attention backend whose metadata and cache are used.
+
+    Raises:
+        ConfigError: the environment replaces torch's operators.
     """
     if mode == "native":
         return {}
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        raise ConfigError(
+            "it replaces torch's matrix products in this process, also under rl_kernel",
+            where="VLLM_BATCH_INVARIANT",
+            fix=f"Unset it: consistency={mode} does not depend on the batch.",
+        )
     options: dict[str, Any] = {
-        "attention_backend": "FLASH_ATTN",  # its metadata and cache; the attention is rl_kernel's
+        "attention_backend": backend,
         "disable_cascade_attn": True,
         "disable_custom_all_reduce": True,  # the contract's sum over ranks is rl_kernel's
     }

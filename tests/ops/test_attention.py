@@ -125,6 +125,10 @@ def test_packed_equals_chunked_prefill_equals_decode(heads, block_size, dtype):
         seq_lens = torch.full((len(live),), position + 1, dtype=torch.int32)
         args = (cache.k, cache.v, cache.table[live], offsets([1] * len(live)), seq_lens)
         assert_same(rl_kernel.attention_paged(q[index], *args), packed[index], f"position {position}")
+        room = torch.full_like(q[index], torch.nan)
+        given = rl_kernel.attention_paged(q[index], *args, max_query_len=1, max_seq_len=position + 1, out=room)
+        assert given is room
+        assert_same(room, packed[index], "bounds and a buffer")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -232,7 +236,7 @@ def test_operator_registration():
     torch.library.opcheck(ops.attention_varlen_backward.default, (out, q, k, v, out, lse, cu, cu, 0.25))
     cache = Cache([4, 5], 16, 2, 16, torch.float32)
     args = (q, cache.k, cache.v, cache.table, cu, torch.tensor([4, 5], dtype=torch.int32), 0.25)
-    torch.library.opcheck(ops.attention_paged.default, args)
+    torch.library.opcheck(ops.attention_paged.default, (*args, 1, 64))
 
 
 def test_errors():
@@ -257,6 +261,7 @@ def test_errors():
         ),
         (lambda: rl_kernel.attention_varlen(q[..., :0], k[..., :0], v[..., :0], cu), "must be .T, heads, D."),
         (lambda: rl_kernel.attention_paged(q, cache.k, cache.v, cache.table, cu, lens - 2), "has seq_len 2 and 4"),
+        (lambda: rl_kernel.attention_paged(q, cache.k, cache.v, cache.table, cu, lens, out=q[1:]), "out .* must be"),
         (lambda: rl_kernel.attention_paged(q, cache.k, cache.v, cache.table, cu, lens + 90), "holds 2 pages of 16"),
     )
     for call, message in cases:

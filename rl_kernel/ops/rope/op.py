@@ -22,8 +22,9 @@ def build_cos_sin_cache(
     """
     if not (dim % 2 == 0 and dim > 0):
         raise ContractError(f"build_cos_sin_cache: dim={dim} must be even and positive")
-    inverse = torch.tensor(base, dtype=torch.float64) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    angles = torch.arange(max_pos, dtype=torch.float64)[:, None] * inverse[None, :]
+    with torch.device("cpu"):  # engines build models under a default device of their own
+        inverse = torch.tensor(base, dtype=torch.float64) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        angles = torch.arange(max_pos, dtype=torch.float64)[:, None] * inverse[None, :]
     return torch.cat((angles.cos(), angles.sin()), -1).float().to(device)
 
 
