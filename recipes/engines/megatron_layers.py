@@ -138,18 +138,20 @@ class StrictRMSNorm(torch.nn.Module):
 
 
 class StrictHeadNorm(StrictRMSNorm):
-    """RMSNorm over head_dim of q or k. A rank sees its own heads, so the weight gradient is a partial sum."""
+    """The weight of the RMSNorm over head_dim of q or k. :class:`StrictCoreAttention` applies it, in one operator with
+    the rotary embedding; a call returns its input. A rank sees its own heads, so the gradient is a partial sum."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [s, b, heads of this rank, head_dim], any strides -> the same shape, contiguous."""
+        """x [s, b, heads of this rank, head_dim] -> x."""
+        return x
+
+    def per_leaf(self) -> tuple[torch.Tensor, ...]:
+        """The weight for each of the contract's segments on this rank; one for all of them where that is the same."""
         options = options_of(self.config)
-        if not torch.is_grad_enabled() or not options.reduce_norm_grads:
-            return self._norm(x, self.weight)
+        if not torch.is_grad_enabled() or not options.reduce_norm_grads or options.segments == 1:
+            return (self.weight,)
         group = _tp_group()
-        count = options.segments // group.size()
-        weights = _SharedWeight.apply(self.weight, count, group)
-        parts = [self._norm(part, weight) for part, weight in zip(x.chunk(count, dim=2), weights)]
-        return parts[0] if count == 1 else torch.cat(parts, dim=2)
+        return _SharedWeight.apply(self.weight, options.segments // group.size(), group)
 
 
 def _tp_group() -> Any:
@@ -239,7 +241,13 @@ class StrictMLP(MLP):
 
 
 class StrictSelfAttention(SelfAttention):
-    """Megatron's self-attention; the rotary embedding belongs to :class:`StrictCoreAttention`."""
+    """Megatron's self-attention; the norms of q and k and the rotary embedding belong to
+    :class:`StrictCoreAttention`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # A tuple, not a submodule: the parameters keep their names.
+        self.core_attention.head_norms = (self.q_layernorm, self.k_layernorm)
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any, **kwargs: Any) -> Any:
         kwargs["rotary_pos_emb"] = None
@@ -247,7 +255,7 @@ class StrictSelfAttention(SelfAttention):
 
 
 class StrictCoreAttention(MegatronModule):
-    """RoPE by logical position, then causal attention over packed sequences (``thd``).
+    """Norms of q and k, RoPE by logical position, then causal attention over packed sequences (``thd``).
 
     query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq * D]. Under context parallelism T counts this rank's tokens,
     and the result has the bits of the run without it (see :mod:`recipes.engines.megatron_cp`).
@@ -273,6 +281,7 @@ class StrictCoreAttention(MegatronModule):
                 fix="The contract has causal self-attention without dropout.",
             )
         self.softmax_scale = softmax_scale
+        self.head_norms: tuple[StrictHeadNorm, StrictHeadNorm] | None = None
 
     def forward(
         self,
@@ -299,17 +308,31 @@ class StrictCoreAttention(MegatronModule):
             positions = position_ids_of(packed_seq_params, tokens)
         else:
             positions = megatron_cp.layout_of(packed_seq_params, cp_group, tokens).positions
-        query = rl_kernel.rope(query.contiguous(), positions, table)
-        key = rl_kernel.rope(key.contiguous(), positions, table)
-        value = value.contiguous()
+        query, key = self._norm_and_turn(query, key, positions, table)
         if cp_group is None:
             padded = packed_seq_params.cu_seqlens_q_padded
             cu = packed_seq_params.cu_seqlens_q if padded is None else padded
             out = rl_kernel.attention_varlen(query, key, value, cu, softmax_scale=self.softmax_scale)
             assert isinstance(out, torch.Tensor)  # a pair only with return_lse
         else:
-            out = megatron_cp.attention(query, key, value, packed_seq_params, cp_group, self.softmax_scale)
+            out = megatron_cp.attention(query, key, value.contiguous(), packed_seq_params, cp_group, self.softmax_scale)
         return out.reshape(tokens, -1)
+
+    def _norm_and_turn(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.head_norms is None:
+            raise EngineError("has no head norms", where="StrictCoreAttention", fix="Build it in StrictSelfAttention.")
+        q_norm, k_norm = self.head_norms
+        q_weights, k_weights = q_norm.per_leaf(), k_norm.per_leaf()
+        count = len(q_weights)
+        parts = [
+            rl_kernel.qk_norm_rope(q, k, q_weight, k_weight, q_norm.eps, positions, table)
+            for q, k, q_weight, k_weight in zip(query.chunk(count, 1), key.chunk(count, 1), q_weights, k_weights)
+        ]
+        if count == 1:
+            return parts[0]
+        return torch.cat([q for q, _ in parts], 1), torch.cat([k for _, k in parts], 1)
 
 
 class ValueHead(torch.nn.Module):

@@ -31,6 +31,13 @@ def forward(rank: int, port: int, case: Case, temperature: float, pad: int = 1) 
 def splits(rank: int, port: int, case: Case) -> dict[str, bytes]:
     """One batch in one pack, in packs of two, alone, and in another order."""
     engine = case.engine(rank, port)
+    result = packings(engine)
+    engine.shutdown()
+    return result
+
+
+def packings(engine: Any) -> dict[str, bytes]:
+    """Bits of the same samples, packed in different ways."""
     samples = make_samples(6)
 
     def logp(order: list[int]) -> dict[int, bytes]:
@@ -46,8 +53,69 @@ def splits(rank: int, port: int, case: Case) -> dict[str, bytes]:
         "alone": {k: v for n in range(6) for k, v in logp([n]).items()},
         "reversed": logp([5, 4, 3, 2, 1, 0]),
     }
-    engine.shutdown()
     return {name: b"".join(part[i] for i in range(6)) for name, part in ways.items()}
+
+
+def gpu(rank: int, port: int, case: Case, folder: str) -> dict[str, Any]:
+    """Everything that one process of a GPU run can tell: the same training with engines of other settings."""
+    from dataclasses import replace
+
+    found: dict[str, Any] = {}
+    variants: dict[str, dict[str, Any]] = {
+        "first": {},
+        "second": {},
+        "recompute": {"recompute": True},
+        "recompute_one": {"recompute": True, "recompute_layers": 1},
+        "sgd": {"optimizer": "sgd", "lr": 1.0},
+    }
+    for name, settings in variants.items():
+        one = replace(case, train=settings)
+        engine = one.engine(rank, port)
+        start = engine.weight_hash()
+        if name == "first":
+            found["packings"], found["info"] = packings(engine), engine.info()
+        state = os.path.join(folder, name)
+        history = train_steps(engine, one, rank, range(3), state, 1 if name in ("first", "sgd") else -1)
+        found[name] = {"history": history, "hash": engine.weight_hash(), "last": outcome(engine, one), "start": start}
+        if name in ("first", "sgd"):  # resume after two of the three steps
+            del engine
+            engine = one.engine(rank, port)
+            engine.load_state(state)
+            history[2:] = train_steps(engine, one, rank, range(engine.weight_version, 3))
+            found[name + "_resumed"] = {
+                "history": history,
+                "hash": engine.weight_hash(),
+                "last": outcome(engine, one),
+                "start": start,
+            }
+    engine.shutdown()
+    return found
+
+
+def train_steps(
+    engine: Any, case: Case, rank: int, steps: range, folder: str = "", save_at: int = -1, pad: int = 1
+) -> list[tuple[float, float, float]]:
+    """Loss, gradient norm and learning rate of every step on two micro-batches a data-parallel rank."""
+    dp_rank = rank // (case.tp * case.cp)
+    history = []
+    for step in steps:
+        batches = [make_batch(4, seed=100 * step + 10 * dp_rank + n, pad_to_multiple=pad) for n in range(2)]
+        scale = 1.0 / 200.0
+        loss = squared(scale) if case.role == "critic" else nll(scale)
+        metrics = engine.forward_backward(batches, loss, 0.7)
+        result = engine.optimizer_step()
+        history.append((sum(m["loss"] for m in metrics), result["grad_norm"], result["lr"]))
+        if step == save_at:
+            engine.save_state(folder)
+    return history
+
+
+def outcome(engine: Any, case: Case, pad: int = 1) -> bytes:
+    """Bits of the standard batch."""
+    batch = make_batch(pad_to_multiple=pad)
+    if case.role == "critic":
+        return raw(engine.forward_values(batch))
+    return b"".join(raw(part) for part in engine.forward_logp(batch, 1.3))
 
 
 def train(
@@ -59,22 +127,8 @@ def train(
     if folder and os.path.isdir(folder):
         engine.load_state(folder)
         first = engine.weight_version
-    dp_rank = rank // (case.tp * case.cp)
-    history = []
-    for step in range(first, steps):
-        batches = [make_batch(4, seed=100 * step + 10 * dp_rank + n, pad_to_multiple=pad) for n in range(2)]
-        scale = 1.0 / 200.0
-        loss = squared(scale) if case.role == "critic" else nll(scale)
-        metrics = engine.forward_backward(batches, loss, 0.7)
-        result = engine.optimizer_step()
-        history.append((sum(m["loss"] for m in metrics), result["grad_norm"], result["lr"]))
-        if step == save_at:
-            engine.save_state(folder)
-    batch = make_batch(pad_to_multiple=pad)
-    if case.role == "critic":
-        last = raw(engine.forward_values(batch))
-    else:
-        last = b"".join(raw(part) for part in engine.forward_logp(batch, 1.3))
+    history = train_steps(engine, case, rank, range(first, steps), folder, save_at, pad)
+    last = outcome(engine, case, pad)
     result = {"history": history, "hash": engine.weight_hash(), "last": last}
     engine.shutdown()
     return result

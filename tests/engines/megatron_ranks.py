@@ -130,8 +130,12 @@ def _main(function: Callable[..., Any], rank: int, port: int, args: tuple, pipe:
 
 def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """``function(rank, port, *args)`` in ``world`` processes; results in rank order."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["recipes.engines.megatron_layers", "megatron.core.optimizer", "rl_kernel"])
+    context: Any
+    if torch.cuda.is_available():  # a forked process cannot use CUDA if its parent asked for devices
+        context = multiprocessing.get_context("spawn")
+    else:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["recipes.engines.megatron_layers", "megatron.core.optimizer", "rl_kernel"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

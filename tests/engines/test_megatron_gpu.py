@@ -1,8 +1,12 @@
-"""The training engine on GPUs: the same code over nccl. Needs an sm90 or gfx942 device; two for tensor parallelism."""
+"""The training engine on GPUs: the same code over nccl. Needs an sm90 or gfx942 device; two for the parallel layouts.
+
+A process does all it can: starting one (imports, kernels) costs more than what is tested in it.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,24 +30,71 @@ SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 128,
 }
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 
 
-def test_packing_changes_no_bit() -> None:
-    (ways,) = run(1, jobs.splits, Case(model=SIZES))
-    assert len(set(ways.values())) == 1
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (found,) = run(1, jobs.gpu, Case(model=SIZES), str(tmp_path_factory.mktemp("state")))
+    return found
 
 
-def test_training_repeats_its_bits_and_stock_operators_differ() -> None:
-    (first,) = run(1, jobs.train, Case(model=SIZES), 3)
-    (second,) = run(1, jobs.train, Case(model=SIZES), 3)
-    assert first == second
+def test_packing_changes_no_bit(strict: dict[str, Any]) -> None:
+    assert len(set(strict["packings"].values())) == 1
+
+
+def test_training_repeats_its_bits(strict: dict[str, Any]) -> None:
+    assert strict["first"] == strict["second"]
+    assert strict["first"]["hash"] != strict["first"]["start"]
+
+
+@pytest.mark.parametrize("name", ["recompute", "recompute_one"])
+def test_recomputing_activations_changes_no_bit(strict: dict[str, Any], name: str) -> None:
+    assert strict[name] == strict["first"]
+
+
+def test_sgd_trains_too(strict: dict[str, Any]) -> None:
+    assert strict["sgd"]["start"] == strict["first"]["start"]
+    assert len({strict["sgd"]["hash"], strict["first"]["hash"], strict["first"]["start"]}) == 3
+    # The first gradient is that of the same weights.
+    assert strict["sgd"]["history"][0][:2] == strict["first"]["history"][0][:2]
+
+
+@pytest.mark.parametrize("name", ["first", "sgd"])
+def test_resume_continues_with_the_same_bits(strict: dict[str, Any], name: str) -> None:
+    assert strict[name + "_resumed"] == strict[name]
+
+
+def test_the_process_says_what_it_uses(strict: dict[str, Any]) -> None:
+    info = strict["info"]
+    assert info["contract"] and info["device"].startswith("cuda")
+    assert isinstance(info["fallback_count"], int)
+    if torch.version.cuda is not None:
+        assert info["cublaslt"]["environment"]["CUBLASLT_WORKSPACE_SIZE"] == "1"
+
+
+def test_stock_operators_differ(strict: dict[str, Any]) -> None:
     (native,) = run(1, jobs.train, Case(model=SIZES, mode="native"), 3)
-    assert native["last"] != first["last"]
-    assert np.array(native["history"]) == pytest.approx(np.array(first["history"]), rel=0.05)
+    assert native["last"] != strict["first"]["last"]
+    assert np.array(native["history"]) == pytest.approx(np.array(strict["first"]["history"]), rel=0.05)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-def test_tensor_parallel_has_the_same_bits() -> None:
-    (one,) = run(1, jobs.train, Case(model=SIZES), 3)
+@two_devices
+def test_tensor_parallel_has_the_same_bits(strict: dict[str, Any]) -> None:
+    one = strict["first"]
     for rank in run(2, jobs.train, Case(model=SIZES, tp=2), 3):
         assert (rank["last"], rank["history"], rank["hash"]) == (one["last"], one["history"], one["hash"])
+
+
+@two_devices
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2}], ids=["tp2", "dp2"])
+def test_stock_operators_run_in_parallel(layout: dict[str, int]) -> None:
+    ranks = run(2, jobs.train, Case(model=SIZES, mode="native", **layout), 2)
+    assert ranks[0]["hash"] == ranks[1]["hash"]
+    assert np.isfinite(np.array([rank["history"] for rank in ranks])).all()
+
+
+@two_devices
+def test_data_parallel_repeats_its_bits(strict: dict[str, Any]) -> None:
+    first, second = (run(2, jobs.train, Case(model=SIZES, dp=2), 2) for _ in range(2))
+    assert first[0]["hash"] == first[1]["hash"] == second[0]["hash"]
