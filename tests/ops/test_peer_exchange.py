@@ -1,4 +1,4 @@
-"""The exchange through peer memory, without a GPU: its kernels on threads under a race detector, its launches, its build."""
+"""The exchange through peer memory without a GPU: kernels on threads under a race detector, launches, build."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute
 
 def _build(folder: Path, *flags: str) -> Path:
     binary = folder / "simulate_exchange"
-    command = [
-        "g++", "-O1", "-g", "-std=c++20", "-fsanitize=thread", "-ffp-contract=off", "-pthread", "-DRLK_SIMULATION", *flags,
-        f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'ops'}", str(ROOT / "tests/ops/simulate_exchange.cpp"), "-o", str(binary),
-    ]  # fmt: skip
+    command = ["g++", "-O1", "-g", "-std=c++20", "-fsanitize=thread", "-ffp-contract=off", "-pthread"]
+    command += ["-DRLK_SIMULATION", *flags, f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'ops'}"]
+    command += [str(ROOT / "tests/ops/simulate_exchange.cpp"), "-o", str(binary)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if "tsan" in done.stderr and "cannot find" in done.stderr:
         pytest.skip("g++ has no thread sanitizer here")
@@ -72,8 +71,9 @@ def test_every_launch_fits_its_buffer(ranks, limits):
             chosen = peer.plan(mode, numel, size, ranks, layout, limits)
             assert 1 <= chosen.lanes <= layout.lanes and chosen.threads in range(32, 513, 32)
             if chosen.chunk == 0:
-                share = -(--(-numel * size // 8) // chosen.lanes)
-                assert share <= layout.mailbox_items and (chosen.lanes - 1) * share < -(-numel * size // 8)
+                items = (numel * size + 7) // 8
+                share = -(-items // chosen.lanes)
+                assert share <= layout.mailbox_items and (chosen.lanes - 1) * share < items
                 continue
             sliced = chosen.mode == peer.SLICED
             parts = ranks if sliced or mode == peer.SCATTER else 1
