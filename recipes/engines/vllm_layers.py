@@ -391,6 +391,9 @@ def strict_model() -> type:
                 model.__init__(self, vllm_config=vllm_config, prefix=prefix)
                 return
             super().__init__(vllm_config=vllm_config, prefix=prefix)
+            # Also where vLLM was started to compile: every numeric layer is an operator of ours, there is nothing to
+            # fuse. Decode steps still run as whole graphs.
+            self.model.do_not_compile = True
             for module in self.modules():
                 if type(module) is attention:
                     module.__class__ = StrictQwen3Attention

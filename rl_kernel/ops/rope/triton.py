@@ -131,6 +131,8 @@ def qk_norm_forward(
     if tokens:
         launch = launch_row("rope", q_heads)
         per = min(next_power_of_2(q_heads), max(1, launch["block"] // dim))
+        if tokens * (q_heads + k_heads) < 1024 * per:  # few tokens: more programs finish sooner
+            per = max(1, per // 4)
         q_blocks, k_blocks = triton.cdiv(q_heads, per), triton.cdiv(k_heads, per)
         with device_guard(q):
             _qk_norm_rope[(tokens, q_blocks + k_blocks)](
