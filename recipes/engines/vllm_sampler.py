@@ -176,10 +176,10 @@ def install() -> None:
         if strict:
             _check_untouched(metadata)
         numbers = _uniforms(metadata.logitsprocs.argmax_invariant, logits.shape[0])
-        if (not strict and numbers is None) or metadata.all_greedy:
-            return stock_sample(self, logits, metadata, *args, **kwargs)
         if strict:
             return _strict(self, logits, metadata, numbers)
+        if numbers is None or metadata.all_greedy:
+            return stock_sample(self, logits, metadata, *args, **kwargs)
         greedy = None if metadata.all_random else logits.argmax(dim=-1)
         z = self.apply_temperature(logits, metadata.temperature, metadata.all_random)
         for processor in metadata.logitsprocs.argmax_invariant:
@@ -195,9 +195,13 @@ def install() -> None:
         return tokens, logp
 
     def _strict(self: Any, logits: torch.Tensor, metadata: Any, numbers: torch.Tensor | None) -> Any:
-        temperature = metadata.temperature
-        if not metadata.all_random:
-            temperature = torch.where(temperature < _GREEDY_BELOW, 0.0, temperature)
+        if metadata.all_greedy:
+            temperature = logits.new_zeros(logits.shape[0])
+            numbers = temperature.double()
+        elif metadata.all_random:
+            temperature = metadata.temperature
+        else:
+            temperature = torch.where(metadata.temperature < _GREEDY_BELOW, 0.0, metadata.temperature)
         divisor = temperature if metadata.all_random else torch.where(temperature == 0, 1.0, temperature)
         wanted = metadata.max_num_logprobs
         everything = bool(wanted) or bool(getattr(metadata, "logprob_token_ids", None))
