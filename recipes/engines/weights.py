@@ -27,7 +27,7 @@ EMBEDDING = "model.embed_tokens.weight"
 HASH_KIND = "sha256-of-sum128-v1"  # recorded beside a hash: two of different kinds do not compare
 
 G, M1, M2, M3 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93
-_WORDS = {"cpu": 1 << 16, "cuda": 1 << 23}  # per chunk: in a cache, or enough for a launch
+_WORDS = {"cpu": 1 << 15, "cuda": 1 << 23}  # per chunk: what one core keeps in its cache, or enough for a launch
 log = logging.getLogger(__name__)
 
 
@@ -54,7 +54,6 @@ def words_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     return body.view(torch.int64), last
 
 
-@functools.lru_cache(maxsize=8)
 def _steps(count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(G)
 
@@ -67,9 +66,10 @@ def sums_torch(words: torch.Tensor, start: int = 0) -> torch.Tensor:
     """``(sum of z, sum of y)`` of ``words``, the first of which has index ``start``; int64 [2], in torch operations."""
     chunk = _WORDS.get(words.device.type, 1 << 20)
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
+    steps = _steps(min(chunk, words.numel()), words.device)
     for begin in range(0, words.numel(), chunk):
         part = words[begin : begin + chunk]
-        z = _steps(chunk, words.device)[: part.numel()] + _signed((start + begin) * G)
+        z = steps[: part.numel()] + _signed((start + begin) * G)
         z ^= part
         for bits, factor in ((30, M1), (27, M2)):
             z ^= _shifted(z, bits)
