@@ -112,8 +112,9 @@ def aligned(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _heavy_tailed(like: torch.Tensor, rows: int | None = None) -> torch.Tensor:
     shape = (rows or like.shape[0], like.shape[1])
     generator = torch.Generator(device=like.device).manual_seed(shape[0] * 1000003 + shape[1])
-    x = torch.randn(shape, device=like.device, generator=generator)
-    x *= torch.randn(shape, device=like.device, generator=generator).exp_()
+    how = {"dtype": torch.float32, "device": like.device, "generator": generator}
+    x = torch.randn(shape, **how)  # type: ignore[call-overload]
+    x *= torch.randn(shape, **how).exp_()  # type: ignore[call-overload]
     x = x.to(like.dtype)
     return x if like.stride(1) == 1 else x.t().contiguous().t()
 
@@ -145,7 +146,7 @@ def trusted(
     differing = total = 0
     for m in rows:
         probe_a = _heavy_tailed(a, m)
-        start = torch.randn((m, b.shape[1]), device=a.device) if accumulate else None
+        start = torch.randn((m, b.shape[1]), dtype=torch.float32, device=a.device) if accumulate else None
         left = library(probe_a, probe_b, None if start is None else start.clone())
         right = own(probe_a, probe_b, start)
         view = torch.int32 if left.dtype == torch.float32 else torch.int16
