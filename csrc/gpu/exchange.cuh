@@ -260,7 +260,7 @@ struct Lane {
     const int64_t pieces = (task.pieces - lane + task.lanes - 1) / task.lanes;
     const bool sliced = task.mode == kAllReduceSliced;
     const int64_t steps = pieces + (sliced ? 1 : 0);
-    const int peer = static_cast<int>(threadIdx.x);
+    const int peer = static_cast<int>(threadIdx.x);  // the block has a thread for every rank
     const bool messenger = peer < task.ranks && peer != task.rank;
     fill(lane, done + 1);
     for (int64_t i = 0; i < steps; ++i) {

@@ -13,7 +13,10 @@ using namespace rlk::gpu;
 
 namespace {
 
-constexpr int kThreads = 4, kLanes = 3, kItems = 64, kChunk = 32;
+constexpr int kLanes = 2, kItems = 64, kChunk = 32;
+
+// A rank's flag is waited for by a thread of its own.
+int threads_of(int ranks) { return ranks < 4 ? 4 : ranks; }
 
 struct Call {
   int mode = 0, in_size = 4, out_size = 4, lanes = 1, shift = 0;
@@ -70,13 +73,14 @@ void block_thread(const Exchange& task, bool small) {
 void launch(const Exchange& task, bool small) {
   std::vector<std::unique_ptr<std::barrier<>>> barriers;
   std::vector<std::thread> threads;
-  for (int lane = 0; lane < task.lanes; ++lane) barriers.push_back(std::make_unique<std::barrier<>>(kThreads));
+  const int count = threads_of(task.ranks);
+  for (int lane = 0; lane < task.lanes; ++lane) barriers.push_back(std::make_unique<std::barrier<>>(count));
   for (int lane = 0; lane < task.lanes; ++lane) {
-    for (int t = 0; t < kThreads; ++t) {
-      threads.emplace_back([&, lane, t] {
+    for (int t = 0; t < count; ++t) {
+      threads.emplace_back([&, lane, t, count] {
         threadIdx.x = t;
         blockIdx.x = lane;
-        blockDim.x = kThreads;
+        blockDim.x = count;
         block_barrier = barriers[lane].get();
         const bool two = task.ranks <= 2, four = task.ranks <= 4;
         if (task.x_size == 2) {
