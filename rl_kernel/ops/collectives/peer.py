@@ -16,7 +16,6 @@ Environment:
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import weakref
@@ -138,6 +137,7 @@ class Peers:
         owner: object = None,
     ) -> None:
         self.rank, self.ranks, self.device = rank, len(buffers), device
+        self._plans: dict[tuple[int, int, int], Plan] = {}
         self.limits = limits or Limits()
         self.layout = layout_of(self.ranks, buffer_bytes, lanes)
         self.calls: Counter[str] = Counter()
@@ -150,7 +150,16 @@ class Peers:
         self._raw_stream: int | None = None
         self._stream: torch.cuda.Stream | None = None
         self._launch = torch.ops.rlk.peer_exchange.default
-        self._plan = functools.lru_cache(4096)(plan)
+
+    @property
+    def limits(self) -> Limits:
+        """Which path a call takes; the same on every rank."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._limits = limits
+        self._plans.clear()
 
     def _run(self, mode: int, numel: int, x: torch.Tensor, out: torch.Tensor) -> None:
         raw = torch._C._cuda_getCurrentRawStream(self.device.index)
@@ -159,7 +168,10 @@ class Peers:
             if self._stream is not None:
                 stream.wait_stream(self._stream)
             self._raw_stream, self._stream = raw, stream
-        chosen = self._plan(mode, numel, x.element_size(), self.ranks, self.layout, self.limits)
+        size = x.element_size()
+        chosen = self._plans.get((mode, numel, size))
+        if chosen is None:
+            chosen = self._plans[mode, numel, size] = plan(mode, numel, size, self.ranks, self.layout, self._limits)
         self.calls[chosen.name] += 1
         self._launch(
             x, out, self._steps, self._buffers, self._places,
@@ -242,7 +254,7 @@ def _unavailable(group: dist.ProcessGroup, device: torch.device) -> str | None:
         import torch.distributed._symmetric_memory as symmetric
 
         backend = symmetric.get_backend(device)
-    except (ImportError, AttributeError, RuntimeError) as error:
+    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
         return f"this torch has no symmetric memory ({error})"
     return None if backend in (None, "CUDA") else f"symmetric memory of this process is {backend}'s, not CUDA's"
 
@@ -277,6 +289,7 @@ def _disagreement(facts: list[dict[str, Any]], device: torch.device) -> str | No
     return None
 
 
+@torch.inference_mode(False)  # engines call inside inference mode; the buffers outlive it
 def _map(group: dist.ProcessGroup, device: torch.device, size: int) -> Peers:
     import torch.distributed._symmetric_memory as symmetric
 
