@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from recipes.config import ModelConfig, RolloutConfig
 
 BITWISE_MODES = ("strict", "audit")
+GRAPHS = "FULL_DECODE_ONLY"  # vLLM's cudagraph_mode of engines that are not native
 
 
 def hf_config(model: ModelConfig) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def gpu_options(mode: str, rollout: RolloutConfig, backend: str) -> dict[str, An
     if not rollout.enforce_eager:
         options["compilation_config"] = {
             "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_mode": GRAPHS,
             "cudagraph_capture_sizes": capture_sizes(rollout.max_num_seqs),
         }
     return options
