@@ -140,7 +140,8 @@ class Bench:
 
         names = f"fp32 -> {'fp32' if out == F32 else 'bf16'}"
         row = self.row(
-            "all_reduce", size, names, run, lambda: self.total(numel, out), lambda: dist.all_reduce(stock, group=self.group)
+            "all_reduce", size, names, run,
+            lambda: self.total(numel, out), lambda: dist.all_reduce(stock, group=self.group),
         )  # fmt: skip
         if paths and self.prepared:
             calls = 40 if size <= MIB else 4
@@ -269,7 +270,7 @@ def main() -> None:
         "Microseconds; payload of one rank. gather: NCCL's all-gather and the local tree. ratio: ours to NCCL's",
     ]
     lines += [
-        "own call on the result's dtype (all_reduce) or in fp32 (reduce_scatter). eager: without a CUDA graph.",
+        "NCCL's own call on the result's dtype (all_reduce), fp32 (reduce_scatter), bf16 (all_gather).",
         "",
     ]
     columns = ["peer_us", "gather_us", "nccl_us", "ratio", "eager_us", "nccl_eager_us"]
