@@ -267,7 +267,7 @@ def main() -> None:
     ]
     lines += [
         "",
-        "Microseconds; payload of one rank. gather: NCCL's all-gather and the local tree. ratio: ours to NCCL's",
+        "Microseconds; payload of one rank. gather: NCCL's all-gather and the local tree. ratio: ours to",
     ]
     lines += [
         "NCCL's own call on the result's dtype (all_reduce), fp32 (reduce_scatter), bf16 (all_gather).",

@@ -34,7 +34,7 @@ void exchange_op(Tensor x, Tensor out, Tensor steps, Tensor buffers, Tensor layo
   task.mode = static_cast<int>(mode);
   STD_TORCH_CHECK(task.ranks >= 2 && task.ranks <= kMaxRanks && rank >= 0 && rank < task.ranks,
                   "peer_exchange serves 2 to 8 ranks");
-  STD_TORCH_CHECK(x.is_cuda() && out.is_cuda() && steps.is_cuda() && buffers.is_cpu() && layout.is_cpu(),
+  STD_TORCH_CHECK(x.is_cuda() && out.is_cuda() && steps.is_cuda() && !buffers.is_cuda() && !layout.is_cuda(),
                   "x, out and steps must be on the GPU, buffers and layout on the host");
   STD_TORCH_CHECK(steps.scalar_type() == ScalarType::Long && buffers.scalar_type() == ScalarType::Long &&
                       layout.scalar_type() == ScalarType::Long && layout.numel() == 5,
