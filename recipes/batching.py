@@ -163,12 +163,12 @@ def padding_of(train: TrainConfig) -> tuple[int, int]:
     """``(sequence_multiple, pad_to_multiple)`` of the packs of a training group.
 
     Context parallelism cuts every sequence into ``2 * cp`` equal chunks; sequence parallelism then cuts the tokens of a
-    context-parallel rank into tensor-parallel shares.
+    context-parallel rank into tensor-parallel shares. ``train.pack_multiple`` asks for round numbers.
     """
     cp = train.context_parallel_size
     sequence = 2 * cp if cp > 1 else 1
     share = cp * train.tensor_parallel_size if train.sequence_parallel else 1
-    return sequence, math.lcm(sequence, share)
+    return sequence, math.lcm(sequence, share, train.pack_multiple)
 
 
 def micro_batches(

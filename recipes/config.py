@@ -71,6 +71,7 @@ class TrainConfig:
     data_parallel_size: int = 1
     sequence_parallel: bool = False
     micro_batch_tokens: int = 8192  # tokens of one packed forward pass, per data-parallel rank
+    pack_multiple: int = 1  # packs are padded to a multiple: GPU libraries and compilers meet fewer shapes
     lr: float = 1e-6
     critic_lr: float = 1e-5
     lr_warmup_steps: int = 0  # optimizer steps
@@ -306,6 +307,7 @@ _AT_LEAST: tuple[tuple[float, str, str], ...] = (
     (1, "model", "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"),
     (1, "model", "head_dim max_position_embeddings"),
     (1, "train", "tensor_parallel_size context_parallel_size data_parallel_size micro_batch_tokens num_threads"),
+    (1, "train", "pack_multiple"),
     (0, "train", "lr critic_lr lr_warmup_steps weight_decay clip_grad recompute_layers"),
     (1, "rollout", "tensor_parallel_size num_engines batch_size n_samples_per_prompt max_prompt_len max_response_len"),
     (1, "rollout", "max_num_seqs max_num_batched_tokens block_size num_threads"),
