@@ -202,6 +202,10 @@ def explain(
         if name not in tried:
             found = _check(request, name)
             lines.append(f"  also {name}: {'usable' if isinstance(found, ModuleType) else found}")
+    if op == "collectives":
+        from rl_kernel.ops.collectives import peer
+
+        lines += [f"  {line}" for line in peer.describe()]
     contract = contract_for(family, virtual_tp=virtual_tp, model_dtype=str(dtype).removeprefix("torch."))
     for name in _CONTRACT_OPS.get(op, (op,)):
         part = contract.ops[name]
@@ -223,11 +227,15 @@ _CONTRACT_OPS = {
 
 
 def resolved() -> dict[str, str]:
-    """Backends chosen so far in this process, as ``{"linear[cpu,bfloat16]": "native", ...}`` (for manifest.json), and
-    under ``cublaslt`` what its probes found."""
+    """Backends chosen so far in this process, as ``{"linear[cpu,bfloat16]": "native", ...}`` (for manifest.json),
+    under ``cublaslt`` what its probes found, and under ``collectives transport`` how payloads travel between GPUs."""
     chosen = {
         f"{request.op}[{request.family},{str(request.dtype).removeprefix('torch.')}]": backend
         for request, backend in sorted(_history.items(), key=lambda item: str(item[0]))
     }
-    found = cublaslt.summary()
-    return chosen if found is None else {**chosen, "cublaslt": found}
+    from rl_kernel.ops.collectives import peer
+
+    for name, found in (("cublaslt", cublaslt.summary()), ("collectives transport", peer.summary())):
+        if found is not None:
+            chosen[name] = found
+    return chosen

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -141,10 +142,10 @@ class Peers:
         self.limits = limits or Limits()
         self.layout = layout_of(self.ranks, buffer_bytes, lanes)
         self.calls: Counter[str] = Counter()
-        self._buffers = torch.tensor(buffers, dtype=torch.int64)
+        self._buffers = torch.tensor(buffers, dtype=torch.int64, device="cpu")
         places = asdict(self.layout)
         del places["lanes"]
-        self._places = torch.tensor(list(places.values()), dtype=torch.int64)
+        self._places = torch.tensor(list(places.values()), dtype=torch.int64, device="cpu")
         self._steps = torch.zeros(lanes, dtype=torch.int64, device=device)
         self._timeout_s, self._owner = timeout_s, owner
         self._raw_stream: int | None = None
@@ -334,7 +335,8 @@ def prepare(group: dist.ProcessGroup | None, max_bytes: int | None = None) -> bo
 
     def exchange(value: Any) -> list[Any]:
         values: list[Any] = [None] * ranks
-        dist.all_gather_object(values, value, group=group)
+        with torch.device("cpu"):  # engines build their layers under another default device
+            dist.all_gather_object(values, value, group=group)
         return values
 
     def agreed(reason: str | None) -> str | None:
@@ -363,6 +365,8 @@ def prepare(group: dist.ProcessGroup | None, max_bytes: int | None = None) -> bo
         reason = agreed(failure)
         peers = peers if reason is None else None
     _known[group.group_name] = _Group(weakref.ref(group), peers, reason, size / 2**20)
+    if reason is not None and group.rank() == 0 and _choice() == "auto":
+        warnings.warn(f"collectives of group {group.group_name} gather through the group: {reason}", stacklevel=2)
     if peers is None and _choice() == "peer":
         raise UnsupportedError(f"RLK_COLLECTIVES=peer, but {reason}")
     return peers is not None
@@ -406,6 +410,12 @@ def report() -> dict[str, dict[str, Any]]:
         found.setdefault(name, {"path": "gather", "reason": "captured before it was prepared"})
         found[name]["captured_unprepared"] = count
     return found
+
+
+def summary() -> str | None:
+    """The transports of this process in a few words; ``None`` before a group on GPUs has been met."""
+    used = sorted({"peer memory" if known.peers is not None else "gather" for known in _known.values()})
+    return " and ".join(used) or None
 
 
 def describe() -> list[str]:
