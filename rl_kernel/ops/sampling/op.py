@@ -60,6 +60,11 @@ _draw = Operator("draw", _draw_rows, _empty_tokens)
 _uniforms = Operator("uniforms", _uniform_rows, _empty_uniforms)
 
 
+def _readable(values: torch.Tensor) -> bool:
+    """Whether values may be looked at: a GPU would have to wait, a compiler would break its graph."""
+    return values.device.type == "cpu" and values.numel() > 0 and not torch.compiler.is_compiling()
+
+
 def _rows_last_contiguous(name: str, values: torch.Tensor) -> torch.Tensor:
     if values.dim() != 2 or not values.is_floating_point() or values.dtype == torch.float64 or not values.shape[1]:
         raise ContractError(
@@ -77,7 +82,7 @@ def _check_uniforms(uniforms: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
             f"uniforms: {uniforms.dtype} {tuple(uniforms.shape)} on {uniforms.device} must be float64 of shape "
             f"({rows},) on {like.device}; rl_kernel.uniforms(seeds, positions) makes them"
         )
-    if uniforms.device.type == "cpu" and rows and not bool(((uniforms >= 0) & (uniforms < 1)).all()):
+    if _readable(uniforms) and not bool(((uniforms >= 0) & (uniforms < 1)).all()):
         raise ContractError("uniforms: all must lie in [0, 1)")
     return uniforms.contiguous()
 
@@ -88,7 +93,7 @@ def _temperature_rows(temperature: float | torch.Tensor, logits: torch.Tensor) -
         if temperature.dim() > 1 or (temperature.dim() == 1 and temperature.shape[0] != rows):
             raise ContractError(f"temperature: shape {tuple(temperature.shape)} must be () or ({rows},)")
         values = temperature.detach().to(device=device, dtype=torch.float32).expand(rows).contiguous()
-        if device.type == "cpu" and rows and not bool(((values >= 0) & torch.isfinite(values)).all()):
+        if _readable(values) and not bool(((values >= 0) & torch.isfinite(values)).all()):
             raise ContractError("temperature: every row must be finite and above 0, or 0 for greedy")
         return values
     if not 0 <= temperature <= torch.finfo(torch.float32).max or (temperature > 0 and temperature < 2.0**-149):
@@ -123,7 +128,7 @@ def sample(
     token in range and a log-probability that is not finite. No gradient. On GPUs: no synchronisation, capturable.
 
     Raises:
-        ContractError: an argument is out of range (values on a GPU are not looked at).
+        ContractError: an argument is out of range (values on a GPU or in a compiled graph are not looked at).
     """
     logits = _rows_last_contiguous("sample: logits", logits)
     columns = logits.shape[1] if global_vocab_size is None else global_vocab_size
