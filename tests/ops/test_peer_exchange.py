@@ -134,3 +134,56 @@ def test_compiles_without_spills(tmp_path):
             [disassembler, "--dump-sass", str(tmp_path / "exchange.cubin")], capture_output=True, text=True
         ).stdout
         assert "FADD" in listing and "FFMA" not in listing and not re.search(r"\b(RED|ATOM)\w*\.\S*(F32|BF16)", listing)
+
+
+def _prepared(group, failing: int | None, environment: dict[str, str]):
+    """`prepare` on real processes, with the GPU's part replaced."""
+    import warnings
+
+    from tests.ops.test_peer_exchange import fake_gpus
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        fake_gpus(patch, group, failing)
+        peer._known.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                made: object = peer.prepare(group)
+                again = peer.prepare(group)
+                assert made == again
+            except Exception as error:  # noqa: BLE001 - the kind is what is tested
+                made = f"{type(error).__name__}: {error}"
+        found = peer.report()[group.group_name]
+        peer._known.clear()
+        return made, found["path"], found["reason"], [str(w.message) for w in caught]
+
+
+def fake_gpus(patch, group, failing):
+    class Peers:
+        ranks, calls, device = group.size(), {}, torch.device("cuda", 0)
+
+    def mapped(*arguments):
+        if group.rank() == failing:
+            raise RuntimeError("no handle\nmore")
+        return Peers()
+
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "current_device", lambda: 0)
+    patch.setattr(torch.cuda, "device_count", lambda: 0)
+    patch.setattr(torch.cuda, "synchronize", lambda device: None)
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    patch.setattr(peer, "_unavailable", lambda group, device: None)
+    patch.setattr(peer, "_uuid", lambda index: str(group.rank()))
+    patch.setattr(peer, "_map", mapped)
+
+
+def test_prepare_agrees_over_the_ranks(ranks):
+    for made, path, reason, warned in ranks.run(2, _prepared, None, {}):
+        assert made is True and path == "peer" and reason is None and not warned
+    for rank, (made, path, reason, warned) in enumerate(ranks.run(4, _prepared, 2, {})):
+        assert made is False and path == "gather" and "rank 2" in reason and "no handle" in reason
+        assert len(warned) == (rank == 0)
+    for made, path, reason, _ in ranks.run(2, _prepared, 1, {"RLK_COLLECTIVES": "peer"}):
+        assert "UnsupportedError" in made and "rank 1" in reason and path == "gather"
