@@ -31,6 +31,7 @@ from recipes.engines.types import PackedBatch
 from recipes.engines.weights import content_hash
 from recipes.errors import CheckpointError, ConfigError, DataError, EngineError, WeightSyncError
 from rl_kernel import cublaslt
+from rl_kernel.ops import collectives
 
 __all__ = ["ROLES", "LMHead", "MegatronEngine", "layer_spec", "lm_head_of"]
 
@@ -156,6 +157,8 @@ class MegatronEngine:
         with megatron_cpu.scope():
             megatron_cpu.seed_rng_tracker(seed)
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        if self.strict:
+            collectives.prepare(self.tp_group)
         self.model = mm.build(model, train, segments=self.segments, strict=self.strict, role=role, device=self.device)
         self.weight_version = 0
         self._load(weights.initial_reader(model, seed, self.device))

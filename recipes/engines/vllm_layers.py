@@ -24,6 +24,7 @@ import rl_kernel
 from recipes.engines.mode import prepare_process
 from recipes.errors import ConfigError, EngineError
 from rl_kernel import cublaslt, registry
+from rl_kernel.ops import collectives
 
 CONFIG_KEY = "rl_kernel"  # in vLLM's additional_config
 ACTIVE_MODES = ("strict", "audit", "fast")
@@ -250,6 +251,7 @@ def replacements() -> dict[str, type]:
             use_plain_weights(self, StrictLinearMethod)
             if self.tp_size > 1 and not (self.reduce_results and self.input_is_parallel):
                 raise refuse(self.prefix, "a row-parallel layer that does not reduce its own result")
+            collectives.prepare(_tp_group(self.tp_size))  # once for the group, before any graph is captured
 
         def forward(self, input_: torch.Tensor) -> Any:
             y = rl_kernel.linear(
