@@ -39,8 +39,9 @@ def _free_port() -> int:
 def visible_devices(device: str, indices: Sequence[int], environ: Mapping[str, str]) -> dict[str, str]:
     """The variable that shows a process the devices ``indices`` of those that this process sees.
 
-    A process sees its own devices only, numbered from 0. Memory of the others stays reachable: CUDA and HIP open an IPC
-    handle of a device that is hidden by this variable, and NCCL and RCCL rely on it.
+    A training rank sees the devices of its group and takes the one of its rank: torch's symmetric memory wants another
+    index on every rank. An engine sees its own, numbered from 0. Memory of a device that this variable hides stays
+    reachable: CUDA and HIP open an IPC handle of it, and NCCL and RCCL rely on that.
 
     Raises:
         ConfigError: this process sees fewer.
@@ -95,9 +96,10 @@ class Cluster:
         self.transport.start()
         started()
         port = _free_port()
-        for rank in range(train.world_size):
+        group = list(range(train.world_size))
+        for rank in group:
             self.train.append(
-                self._spawn(TrainActor, f"train-{rank}", [rank], self._engines[1], config, rank, "127.0.0.1", port)
+                self._spawn(TrainActor, f"train-{rank}", group, self._engines[1], config, rank, "127.0.0.1", port)
             )
         tp = config.rollout.tensor_parallel_size
         for index in range(config.rollout.num_engines):

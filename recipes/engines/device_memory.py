@@ -174,7 +174,7 @@ class DeviceBuffer:
             except WeightLinkError:
                 self.close()
                 raise
-        self.handle = Handle("device", size, ctypes.string_at(ctypes.byref(handle), 64), place_of(device))
+        self.handle = Handle("device", size, bytes(handle), place_of(device))
 
     def write(self, offset: int, tensor: torch.Tensor) -> None:
         """See :class:`Buffer`."""
@@ -196,8 +196,7 @@ class DeviceView:
 
     def __init__(self, handle: Handle, device: torch.device) -> None:
         self._device, self._runtime, self._size = device, _runtime(), handle.size
-        opened, pointer = _IpcHandle(), ctypes.c_void_p()
-        ctypes.memmove(ctypes.byref(opened), handle.key, 64)
+        opened, pointer = _IpcHandle.from_buffer_copy(handle.key), ctypes.c_void_p()
         with torch.cuda.device(device):
             self._runtime.call("SetDevice", device.index)
             try:

@@ -158,6 +158,11 @@ def _differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
     return torch.stack([torch.ne(x, y).any() for x, y in zip(a.split(rows), b.split(rows))]).any()
 
 
+def _not_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether a contiguous tensor holds NaN or infinity, on the device and with small temporaries."""
+    return ~torch.stack([torch.isfinite(part).all() for part in tensor.reshape(-1).split(_CHUNK)]).all()
+
+
 def _true(flags: Mapping[str, torch.Tensor | None]) -> list[str]:
     """Names whose flag is True or None; the device is waited for once."""
     known = {name: flag for name, flag in flags.items() if flag is not None}
@@ -344,7 +349,7 @@ class WorkerExtension:
                 if entries is not None:
                     assert update.reader is not None
                     named = update.reader.read(entries)
-                    result["not_finite"] = _true({k: ~torch.isfinite(t).all() for k, t in named.items()})
+                    result["not_finite"] = _true({k: _not_finite(t) for k, t in named.items()})
                     result["digests"] = digests(named)
                     if result["not_finite"]:
                         return result
@@ -355,7 +360,7 @@ class WorkerExtension:
                 else:
                     update.collected |= {k: t.clone() for k, t in named.items()} if entries is not None else named
                 if update.device.type != "cpu":
-                    torch.cuda.current_stream(update.device).synchronize()
+                    torch.cuda.synchronize(update.device)
         except Exception as error:  # noqa: BLE001
             result["wrong"] = [f"{type(error).__name__}: {error}"]
         return result

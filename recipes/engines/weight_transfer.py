@@ -98,6 +98,8 @@ class WeightExporter:
         self._digests: dict[str, bytes] = {}
         self._buffer: Buffer | None = None
         buckets = plan(tensors, bucket_bytes)
+        if device.type != "cpu":
+            torch.cuda.synchronize(device)  # whatever stream wrote the weights
         if shares:
             size = max(1, *(used_bytes(bucket) for bucket in buckets)) if buckets else 1
             self._buffer = allocate(kind, size, device)
@@ -154,8 +156,8 @@ class WeightReader:
 
     def __init__(self, handle: Handle, device: torch.device) -> None:
         self._device = device
-        self._view = open_view(handle, device)
         self._staging: torch.Tensor | None = torch.empty(handle.size, dtype=torch.uint8, device=device)
+        self._view = open_view(handle, device)
 
     def read(self, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
         """The tensors of one bucket, valid until the next one is read."""

@@ -58,7 +58,8 @@ class FakeRollout:
         self._incoming |= {name: tensor.clone() for name, tensor in self._reader.read(entries).items()}
 
     def abort_update(self):
-        self._reader.close()
+        if hasattr(self, "_reader"):
+            self._reader.close()
 
     def finish_update(self):
         self._reader.close()

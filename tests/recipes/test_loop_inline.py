@@ -296,3 +296,67 @@ def test_manifest(tmp_path):
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["contract"]["train"] == manifest["contract"]["rollout"] == "fakefakefakefake"
     assert manifest["config"]["trainer"]["steps"] == 1 and manifest["versions"]["torch"] and manifest["seed"] == 0
+
+
+def test_weights_fall_back_to_host_memory_and_say_so(tmp_path, monkeypatch, caplog):
+    """No GPU here, so a device buffer cannot be made: the same as a machine that refuses IPC."""
+    from recipes.engines import weight_transfer
+    from recipes.engines.device_memory import WeightLinkError
+
+    def allocate(kind, size, device):
+        if kind == "device":
+            raise WeightLinkError("cudaIpcGetMemHandle: operation not supported (801)", where="GPU memory")
+        return real(kind, size, device)
+
+    real = weight_transfer.allocate
+    monkeypatch.setattr(weight_transfer, "allocate", allocate)
+    make(tmp_path / "plain", {"trainer.steps": 2}).execute()
+    run = make(tmp_path / "fallen", {"trainer.steps": 2})
+    run.config.hardware.device = "cuda"  # after the checks: only the choice of the way looks at it
+    monkeypatch.setattr(InlineCluster, "start", _started_as_cpu(InlineCluster.start))
+    assert run.execute() == 0
+    assert "weights go through host memory, which is slow" in caplog.text and "operation not supported" in caplog.text
+    facts = json.loads((tmp_path / "fallen/manifest.json").read_text())["weight_sync"]
+    assert facts["transport"] == "host" and "operation not supported" in facts["reason"]
+    assert differing_keys(read_metrics(tmp_path / "plain"), read_metrics(tmp_path / "fallen")) == []
+    strict = make(tmp_path / "strict", {"trainer.steps": 1, "orchestrator.weight_link": "device"})
+    strict.config.hardware.device = "cuda"
+    with pytest.raises(WeightLinkError, match="operation not supported"):
+        strict.execute()
+
+
+def _started_as_cpu(start):
+    def call(self, started=None):
+        device, self.config.hardware.device = self.config.hardware.device, "cpu"
+        start(self, started)
+        self.config.hardware.device = device
+
+    return call
+
+
+def test_small_buckets_change_nothing(tmp_path):
+    make(tmp_path / "a", {"trainer.steps": 3}).execute()
+    run = make(tmp_path / "b", {"trainer.steps": 3, "rollout.num_engines": 2})
+    run.config.orchestrator.weight_bucket_bytes = 100  # less than any tensor but the smallest
+    assert run.execute() == 0
+    assert differing_keys(read_metrics(tmp_path / "a"), read_metrics(tmp_path / "b")) == []
+    assert json.loads((tmp_path / "b/manifest.json").read_text())["weight_sync"]["transport"] == "host"
+
+
+def test_training_ranks_that_drift_apart_are_found(tmp_path):
+    run = make(tmp_path, {"trainer.steps": 1})
+    cluster = run.cluster
+    cluster.start()
+    cluster.sync(0)
+    gather = cluster._gather
+    cluster.train = cluster.train * 2
+
+    def two_ranks(calls, timeout=None):
+        if calls[0][0] is not cluster.train[0]:
+            return gather(calls)
+        (answer,) = gather(calls[:1])
+        return [answer, "f" * 64 if calls[0][1] == "export_end" else answer]
+
+    cluster._gather = two_ranks
+    with pytest.raises(WeightSyncError, match=r"sent weights ffffffffffffffff, another training rank .* drifted apart"):
+        cluster.sync(1)

@@ -95,6 +95,25 @@ def test_finishes_with_zero_mismatches(clean):
     assert (clean / "logs/train-1.log").exists() and (clean / "checkpoints/step_000006/policy_rank1.pt").exists()
 
 
+def test_context_parallel_ranks_share_the_work(tmp_path):
+    """Each of two groups of two ranks holds half of every sequence: no mismatch, and nothing lost or counted twice."""
+    common = ("orchestrator.backend=process", "algorithm.name=ppo", "algorithm.kl_coef=0.1", "trainer.steps=3")
+    found = []
+    for sizes in (("train.data_parallel_size=2", "train.context_parallel_size=2"), ("train.data_parallel_size=1",)):
+        folder = tmp_path / str(len(sizes))
+        folder.mkdir()
+        code, text = Driver(folder, *common, *sizes).finish()
+        assert code == 0, text
+        found.append(read_metrics(folder))
+    for split, whole in zip(*found, strict=True):
+        assert split["consistency/mismatch_count"] == 0
+        names = [name for name in whole if name.startswith(("loss/", "reward/", "consistency/", "train/policy"))]
+        assert len(names) > 20
+        for name in names:
+            same = whole[name] if isinstance(whole[name], str) else pytest.approx(whole[name], rel=1e-4, abs=1e-6)
+            assert split[name] == same, name
+
+
 def test_ctrl_c_saves_and_resumes_with_the_same_bytes(clean, tmp_path, backend):
     common = (backend, "rollout.num_engines=2", "train.data_parallel_size=2")
     run = Driver(tmp_path, *common, FAKE_SLOW="1")
