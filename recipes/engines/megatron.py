@@ -519,7 +519,9 @@ class MegatronEngine:
             "contract": self._contract(),
             "backends": rl_kernel.registry.resolved(),
             "cublaslt": library,
-            "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else None,
+            "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            if torch.cuda.is_available()
+            else None,
             "fallback_count": rl_kernel.registry.fallback_count(),  # classes that cuBLASLt lost are among them
         }
 
