@@ -1,6 +1,6 @@
 """Run the loop at Qwen3-8B shape on one or two H200s and write the evidence: reports/loop_<name>.{md,json}.
 
-    python scripts/verify_h200.py one [--only NAME ...] [key=value ...]     one GPU: strict, stock control, cost
+    python scripts/verify_h200.py one [--only NAME ...] [key=value ...]     one GPU: strict; cost beside the stock control
     python scripts/verify_h200.py two [--only NAME ...] [key=value ...]     two GPUs, several topologies
 
 Every row is the product's own entry point with Hydra overrides; metrics.jsonl, manifest.json and report.html of each
@@ -42,10 +42,10 @@ class Run:
 
 def one() -> list[Run]:
     experiment = "experiment=qwen3_8b_grpo_h200_1gpu"
-    fixed = (experiment, "rollout.ignore_eos=true", "rollout.max_response_len=512")  # equal lengths: equal work
+    # Equal lengths, so that both do the same work.
+    fixed = (experiment, "rollout.ignore_eos=true", "rollout.max_response_len=512", "rollout.batch_size=16")
     return [
-        Run("strict", (experiment,), 10),
-        Run("stock", (experiment, "consistency=native"), 4, strict=False),
+        Run("strict", (experiment, "rollout.batch_size=20"), 10),
         Run("cost-strict", fixed, 4, cost="one GPU"),
         Run("cost-stock", (*fixed, "consistency=native"), 4, strict=False, cost="one GPU"),
     ]
@@ -108,7 +108,22 @@ def execute(run: Run, folder: Path, extra: list[str], timeout: float) -> dict[st
         "contract": rows[-1].get("kernel/contract") if rows else None,
         "response_tokens": mean("rollout/response_tokens"),
         "times": {stage: mean(f"time/{stage}") for stage in STAGES},
-        "memory": {key: mean(key) for key in (rows[-1] if rows else {}) if key.startswith("memory/")},
+        **engines(folder / "manifest.json"),
+    }
+
+
+def engines(path: Path) -> dict[str, Any]:
+    """What the manifest says about the processes: memory of the trainer, way of the weights, versions."""
+    if not path.exists():
+        return {}
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    train, rollout = (manifest["processes"].get(side) or [{}] for side in ("train", "rollout"))
+    return {
+        "train_peak_gib": max((rank.get("peak_memory_gib") or 0.0 for rank in train), default=None),
+        "weight_sync": manifest.get("weight_sync"),
+        "versions": {"vllm": rollout[0].get("vllm"), "megatron-core": train[0].get("version")},
+        "preemptions": sum(engine.get("preemptions") or 0 for engine in rollout),
+        "prefix_cache_hit_tokens": sum(engine.get("prefix_cache_hit_tokens") or 0 for engine in rollout),
     }
 
 
@@ -161,8 +176,9 @@ def report(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
                 if strict["times"][stage] and stock["times"][stage]
             ]
             lines += ["", f"Strict time over stock time, {name}: {', '.join(ratios)}."]
-    facts = ["backend", "contract", "fallback_count", "memory", "reward", "grad_norm", "weight_hash"]
-    lines += ["", "## Facts", "", *(f"- {r['name']}: " + json.dumps({k: r[k] for k in facts}) for r in rows)]
+    facts = ["backend", "contract", "fallback_count", "train_peak_gib", "weight_sync", "versions", "preemptions"]
+    facts += ["prefix_cache_hit_tokens", "reward", "grad_norm", "weight_hash"]
+    lines += ["", "## Facts", "", *(f"- {r['name']}: " + json.dumps({k: r.get(k) for k in facts}) for r in rows)]
     lines += ["", "## Commands", "", "```", *(row["command"] for row in rows), "```", ""]
     return "\n".join(lines)
 
