@@ -1,6 +1,6 @@
 """Run the loop at Qwen3-8B shape on one or two H200s and write the evidence: reports/loop_<name>.{md,json}.
 
-    python scripts/verify_h200.py one [--only NAME ...] [key=value ...]     one GPU: strict; cost beside the stock control
+    python scripts/verify_h200.py one [--only NAME ...] [key=value ...]     one GPU: strict, cost against stock
     python scripts/verify_h200.py two [--only NAME ...] [key=value ...]     two GPUs, several topologies
 
 Every row is the product's own entry point with Hydra overrides; metrics.jsonl, manifest.json and report.html of each
