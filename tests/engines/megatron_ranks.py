@@ -33,6 +33,7 @@ class Case:
     dp: int = 1
     cp: int = 1
     mode: str = "strict"
+    attention: str = "auto"
     virtual_tp: int = 2
     role: str = "policy"
     seed: int = 7
@@ -66,7 +67,7 @@ class Case:
             TrainConfig(
                 tensor_parallel_size=self.tp, data_parallel_size=self.dp, context_parallel_size=self.cp, **settings
             ),
-            ConsistencyConfig(mode=self.mode, virtual_tp=self.virtual_tp),
+            ConsistencyConfig(mode=self.mode, virtual_tp=self.virtual_tp, attention=self.attention),
             role=self.role,
             rank=rank,
             world_size=self.world,
