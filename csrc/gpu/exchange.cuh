@@ -184,7 +184,7 @@ struct Lane {
     const char* from[Leaves];
 #pragma unroll
     for (int p = 0; p < Leaves; ++p) {
-      from[p] = p < task.ranks ? slot_of(task, p, lane, step) + slice * task.chunk * Size : nullptr;
+      from[p] = p == task.rank ? own : p < task.ranks ? slot_of(task, p, lane, step) + slice * task.chunk * Size : nullptr;
     }
     const int64_t stride = static_cast<int64_t>(blockDim.x) * kCount, mine = threadIdx.x * int64_t{kCount};
     const int64_t fast = aligned(own, 16) && aligned(out, 16) ? elements / kCount * kCount : 0;
@@ -196,10 +196,7 @@ struct Lane {
 #pragma unroll
         for (int p = 0; p < Leaves; ++p) {
           payload[u][p] = Wide{};
-          if (place < fast && p < task.ranks) {
-            payload[u][p] = p == task.rank ? *reinterpret_cast<const Wide*>(own + place * Size)
-                                           : load_peer(from[p] + place * Size);
-          }
+          if (place < fast && p < task.ranks) payload[u][p] = load_peer(from[p] + place * Size);
         }
       }
 #pragma unroll
@@ -338,14 +335,14 @@ __global__ void __launch_bounds__(512) exchange_small_kernel(const RLK_GRID_CONS
   const int lane = static_cast<int>(blockIdx.x), threads = static_cast<int>(blockDim.x);
   const uint64_t step = task.steps[lane] + 1;
   const uint32_t tag = tag_of(step);
-  const int64_t items = (task.chunk + 7) / 8, share = (items + task.lanes - 1) / task.lanes;
-  const int64_t first = lane * share;
-  const int own_items = static_cast<int>(least(share, items - first));  // above 0: see the launch
+  const int items = static_cast<int>((task.chunk + 7) / 8), share = (items + task.lanes - 1) / task.lanes;
+  const int first = lane * share, left_items = items - first;
+  const int own_items = share < left_items ? share : left_items;  // above 0: see the launch
   const char* x = static_cast<const char*>(task.x);
   char* out = static_cast<char*>(task.out);
   const bool scatter = task.mode == kReduceScatter;
   for (int i = threadIdx.x; i < own_items; i += threads) {
-    const int64_t at = (first + i) * 8;
+    const int64_t at = (first + i) * int64_t{8};
     uint64_t value = scatter ? 0 : load_item(x + at, task.chunk - at);
     for (int r = 1; r < task.ranks; ++r) {
       const int target = (task.rank + r) % task.ranks;
@@ -356,7 +353,7 @@ __global__ void __launch_bounds__(512) exchange_small_kernel(const RLK_GRID_CONS
   }
   const char* own = x + (scatter ? task.rank * task.chunk : 0);
   for (int i = threadIdx.x; i < own_items; i += threads) {
-    const int64_t at = (first + i) * 8, bytes = task.chunk - at;
+    const int64_t at = (first + i) * int64_t{8}, bytes = task.chunk - at;
     if (task.mode == kAllGather) {
       for (int source = 0; source < task.ranks; ++source) {
         const uint64_t value = source == task.rank

@@ -320,7 +320,7 @@ def prepare(group: dist.ProcessGroup | None, max_bytes: int | None = None) -> bo
     Raises:
         UnsupportedError: ``RLK_COLLECTIVES=peer`` and peer memory cannot be had.
     """
-    if group is None or group.size() == 1 or not torch.cuda.is_available():
+    if not torch.cuda.is_available() or group is None or group.size() == 1:
         return False
     known = _known.get(group.group_name)
     if known is not None and known.group() is group:
