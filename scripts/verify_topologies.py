@@ -277,7 +277,7 @@ def step_zero(folder: Path) -> dict[str, Any]:
     """What step 0 drew: the same in every strict row."""
     path = folder / "metrics.jsonl"
     line = path.read_text(encoding="utf-8").splitlines()[:1] if path.exists() else []
-    names = ("train/weight_hash", "consistency/active_tokens", "reward/mean", "rollout/response_len_mean")
+    names = ("train/weight_hash", "consistency/active_tokens", "consistency/digest")
     return {name: json.loads(line[0])[name] for name in names} if line else {}
 
 
@@ -317,12 +317,12 @@ def report(found: dict[str, Any], about: dict[str, str]) -> str:
             "|---|---|---|---|---|---|---|---|---|---|",
         ]
         for row in rows:
-            zero = hashlib.sha256(json.dumps(row["step_zero"], sort_keys=True).encode()).hexdigest()[:8]
+            zero = row["step_zero"].get("consistency/digest", "")
             cells = [row["name"], row["steps"], f"{row['active_tokens']:,}", f"{row['mismatches']:,}"]
             cells += ["" if row["max_abs_diff"] is None else f"{row['max_abs_diff']:.3g}", zero, row["seconds"]]
             cells += [row["peak_gib"], row["commit"], row["verdict"]]
             lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
-        lines += ["", "Step 0: hash of its weights, its number of tokens, mean reward and mean length."]
+        lines += ["", "Step 0: digest of its tokens and log-probabilities."]
         lines += ["", "## Commands", "", "```", *(row["command"] for row in rows), "```"]
     return "\n".join([*lines, ""])
 
