@@ -140,9 +140,11 @@ def _probe_products(
     weight = layer.weight.data
     if not weight.is_cuda or registry.resolve("linear", weight.device, weight.dtype).backend != "library":
         return
-    from vllm.config import get_current_vllm_config
+    from vllm.config import get_current_vllm_config_or_none
 
-    config = get_current_vllm_config()
+    config = get_current_vllm_config_or_none()
+    if config is None:  # vLLM's layerwise reload processes layers again, long after the start that probed them
+        return
     scheduler = config.scheduler_config
     limit = scheduler.max_num_seqs if sampled_rows else scheduler.max_num_batched_tokens
     graphs = [size for size in config.compilation_config.cudagraph_capture_sizes or [] if size <= limit]
@@ -206,9 +208,10 @@ def replacements() -> dict[str, type]:
 
         def process_weights_after_loading(self, layer: Any) -> None:
             """The weight stays: stock code would repack it for its own kernels."""
-            from vllm.config import get_current_vllm_config
+            from vllm.config import get_current_vllm_config_or_none
 
-            tied = getattr(get_current_vllm_config().model_config.hf_config, "tie_word_embeddings", False)
+            config = get_current_vllm_config_or_none()
+            tied = config is not None and getattr(config.model_config.hf_config, "tie_word_embeddings", False)
             if tied or isinstance(layer, stock.ParallelLMHead):
                 _probe_products(layer, out_dtype=torch.float32, sampled_rows=True)
 
