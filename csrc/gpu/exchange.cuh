@@ -259,13 +259,16 @@ struct Lane {
     const int64_t steps = pieces + (sliced ? 1 : 0);
     const int peer = static_cast<int>(threadIdx.x);  // the block has a thread for every rank
     const bool messenger = peer < task.ranks && peer != task.rank;
-    fill(lane, done + 1);
-    for (int64_t i = 0; i < steps; ++i) {
+#pragma unroll 1
+    for (int64_t i = -1; i < steps; ++i) {  // -1 only fills the first slot
       const uint64_t step = done + 1 + i;
       const int64_t piece = lane + i * task.lanes;
-      __syncthreads();
-      if (messenger) signal(flag_of(task, peer, lane, task.rank), step);
+      if (i >= 0) {
+        __syncthreads();
+        if (messenger) signal(flag_of(task, peer, lane, task.rank), step);
+      }
       if (i + 1 < pieces) fill(piece + task.lanes, step + 1);
+      if (i < 0) continue;
       if (messenger) {
         Patience patience{task.timeout_ns};
         while (poll(flag_of(task, task.rank, lane, peer)) < step) patience.missed();
