@@ -25,15 +25,7 @@ struct RowGrad {
   float logp, weight, ent;  // weight = g_lse - g_logp
 };
 
-// state, grads: [3, T] as (m, log l, entropy) and upstream of (logp, lse, entropy)
-__device__ __forceinline__ RowGrad row_grad(
-    const float* state, const float* grads, int64_t tokens, int64_t row, float temperature) {
-  const float logp = __fdiv_rn(grads[row], temperature), lse = __fdiv_rn(grads[row + tokens], temperature);
-  return {state[row], state[row + tokens], state[row + 2 * tokens], logp, __fsub_rn(lse, logp),
-          __fdiv_rn(grads[row + 2 * tokens], temperature)};
-}
-
-// The same from a table [T, 8].
+// From a table [T, 8], in this order.
 __device__ __forceinline__ RowGrad load_row_grad(const float* table, int64_t row) {
   const float4 a = __ldg(reinterpret_cast<const float4*>(table) + row * 2);
   const float2 b = __ldg(reinterpret_cast<const float2*>(table) + row * 4 + 2);

@@ -73,47 +73,119 @@ void leaves_of(Rows& rows, const Tensor& stats, int64_t tokens) {
   rows.leaf_mean = rows.leaf_sum + tokens * rows.leaves;
 }
 
-void gradients_of(Rows& rows, const Tensor& state, const Tensor& grads, int64_t tokens) {
-  STD_TORCH_CHECK(state.numel() == 3 * tokens && grads.numel() == 3 * tokens, "state and grads must be [3, T]");
-  rows.state = floats(state, "state");
-  rows.grads = floats(grads, "grads");
+void active_of(Rows& rows, const Maybe& active, int64_t skipped) {
+  rows.active = data<int>(active, "active", ScalarType::Int);
+  rows.skipped = static_cast<int>(skipped);
 }
 
-void statistics_op(Tensor hidden, Tensor weight, Tensor targets, Maybe temperatures, int64_t columns, Tensor counter,
-                   Tensor stats, Tensor target_logit, Maybe kept) {
+void table_of(Rows& rows, const Tensor& table, int64_t tokens) {
+  STD_TORCH_CHECK(table.numel() >= 8 * tokens, "table must be [T, 8]");
+  rows.table = floats(table, "table");
+}
+
+void prepare_op(Tensor hidden, Tensor targets, Maybe temperatures, int64_t ignore, double absent, Tensor active,
+                Tensor order, Tensor picked_targets, Tensor place, Maybe picked_temperatures, Tensor target_logit,
+                Tensor picked, Tensor out) {
+  const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
+  Prepare task;
+  task.hidden = matrix(hidden, "hidden");
+  task.tokens = hidden.size(0);
+  task.ignore = ignore;
+  task.absent = static_cast<float>(absent);
+  task.targets = data<int64_t>(targets, "targets", ScalarType::Long);
+  task.temperatures = floats(temperatures, "temperatures");
+  task.active = data<int>(active, "active", ScalarType::Int);
+  task.counters = static_cast<int>(active.numel());
+  task.order = data<int64_t>(order, "order", ScalarType::Long);
+  task.picked_targets = data<int64_t>(picked_targets, "picked_targets", ScalarType::Long);
+  task.place = data<int>(place, "place", ScalarType::Int);
+  task.picked_temperatures = floats(picked_temperatures, "picked_temperatures");
+  task.target_logit = floats(target_logit, "target_logit");
+  task.picked = data<void>(picked, "picked", ScalarType::BFloat16);
+  task.out = floats(out, "out");
+  const int64_t tokens = task.tokens;
+  STD_TORCH_CHECK(targets.numel() == tokens && order.numel() == tokens && picked_targets.numel() == tokens &&
+                      place.numel() == tokens && target_logit.numel() == tokens && out.numel() == 5 * tokens &&
+                      picked.numel() == hidden.numel() && hidden.size(1) % 8 == 0 && task.counters >= 1 &&
+                      task.counters <= 256 && temperatures.has_value() == picked_temperatures.has_value(),
+                  "prepare: one value a row, hidden states of a multiple of 8, at most 256 counters");
+  prepare(task, stream_of(hidden));
+}
+
+void statistics_op(Tensor hidden, Tensor weight, Tensor targets, Maybe temperatures, int64_t start, int64_t columns,
+                   Maybe active, int64_t skipped, Tensor counter, Tensor stats, Tensor target_logit, Maybe kept) {
   const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
   const int64_t tokens = hidden.size(0);
-  Rows rows = rows_of(targets, temperatures, 0, columns, tokens);
+  Rows rows = rows_of(targets, temperatures, start, columns, tokens);
   leaves_of(rows, stats, tokens);
+  active_of(rows, active, skipped);
   rows.target_logit = floats(target_logit, "target_logit");
   statistics(matrix(hidden, "hidden"), matrix(weight, "weight"), rows,
              kept.has_value() ? matrix(*kept, "kept") : Matrix{}, counter_of(counter), stream_of(hidden));
 }
 
+void row_table_op(Tensor targets, Maybe temperatures, int64_t start, Tensor max, Tensor log_sum, Tensor entropy,
+                  Maybe grad_logp, Maybe grad_lse, Maybe grad_entropy, Maybe order, Maybe active, int64_t skipped,
+                  Tensor table) {
+  const torch::stable::accelerator::DeviceGuard guard(table.get_device_index());
+  RowTable task;
+  task.tokens = targets.numel();
+  task.start = start;
+  task.targets = data<int64_t>(targets, "targets", ScalarType::Long);
+  task.temperatures = floats(temperatures, "temperatures");
+  task.max = floats(max, "max");
+  task.log_sum = floats(log_sum, "log_sum");
+  task.entropy = floats(entropy, "entropy");
+  const Maybe* grads[3] = {&grad_logp, &grad_lse, &grad_entropy};
+  for (int i = 0; i < 3; ++i) {
+    if (!grads[i]->has_value()) continue;
+    const Tensor& grad = **grads[i];
+    expect(grad, "upstream gradient", ScalarType::Float);
+    STD_TORCH_CHECK(grad.dim() == 1, "an upstream gradient must have one dimension");
+    task.grad[i] = static_cast<const float*>(grad.data_ptr());
+    task.grad_stride[i] = grad.size(0) > 1 ? grad.stride(0) : 0;
+  }
+  task.order = data<int64_t>(order, "order", ScalarType::Long);
+  task.active = data<int>(active, "active", ScalarType::Int);
+  task.skipped = static_cast<int>(skipped);
+  STD_TORCH_CHECK(table.numel() >= 8 * task.tokens, "table must be [T, 8]");
+  task.table = floats(table, "table");
+  row_table(task, stream_of(table));
+}
+
 void recompute_op(Tensor hidden, Tensor weight, Tensor targets, Maybe temperatures, int64_t start, int64_t columns,
-                  Tensor counter, Tensor state, Tensor grads, Tensor dlogits) {
+                  Maybe active, Tensor counter, Tensor table, Tensor dlogits) {
   const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
   const int64_t tokens = hidden.size(0);
   Rows rows = rows_of(targets, temperatures, start, columns, tokens);
-  gradients_of(rows, state, grads, tokens);
+  active_of(rows, active, 0);
+  table_of(rows, table, tokens);
   recompute(matrix(hidden, "hidden"), matrix(weight, "weight"), rows, matrix(dlogits, "dlogits"), counter_of(counter),
             stream_of(hidden));
 }
 
-void gradient_op(Tensor kept, Tensor targets, Maybe temperatures, Tensor stats, Tensor state, Tensor grads,
-                 Tensor table) {
+void gradient_op(Tensor kept, Tensor stats, Maybe active, int64_t skipped, Tensor table) {
   const torch::stable::accelerator::DeviceGuard guard(kept.get_device_index());
   const int64_t tokens = kept.size(0);
-  Rows rows = rows_of(targets, temperatures, 0, kept.size(1), tokens);
+  Rows rows;
   leaves_of(rows, stats, tokens);
-  gradients_of(rows, state, grads, tokens);
-  STD_TORCH_CHECK(table.numel() >= 8 * tokens, "table must be [T, 8]");
-  gradient_in_place(rows, matrix(kept, "kept"), floats(table, "table"), stream_of(kept));
+  active_of(rows, active, skipped);
+  table_of(rows, table, tokens);
+  gradient_in_place(rows, matrix(kept, "kept"), stream_of(kept));
+}
+
+void place_op(Tensor values, Tensor place, Tensor out) {
+  const torch::stable::accelerator::DeviceGuard guard(values.get_device_index());
+  STD_TORCH_CHECK(out.dim() == 2 && out.size(1) % 8 == 0 && values.dim() == 2 && values.size(1) == out.size(1) &&
+                      place.numel() == out.size(0) && out.is_contiguous(),
+                  "out must be [T, H] with H a multiple of 8, like values");
+  place_rows(floats(values, "values"), data<int>(place, "place", ScalarType::Int), matrix(out, "out"),
+             stream_of(values));
 }
 
 void backward_op(Tensor dlogits, Tensor weight, Tensor hidden, Tensor counter, int64_t first_column, int64_t columns,
-                 Maybe dh, bool dh_continues, Maybe order, Maybe dw, bool dw_accumulate,
-                 Maybe dw_init) {
+                 Maybe dh, bool dh_continues, Maybe order, Maybe dw, bool dw_accumulate, Maybe dw_init, Maybe active,
+                 int64_t skipped) {
   const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
   Backward task;
   task.dlogits = matrix(dlogits, "dlogits");
@@ -137,15 +209,20 @@ void backward_op(Tensor dlogits, Tensor weight, Tensor hidden, Tensor counter, i
     task.dw_output = wide ? (dw_accumulate ? 2 : 1) : 0;
   }
   task.dw_init = floats(dw_init, "dw_init");
+  task.active = data<int>(active, "active", ScalarType::Int);
+  task.skipped = static_cast<int>(skipped);
   backward(task, counter_of(counter), stream_of(hidden));
 }
 
-void merge_op(Tensor stats, Tensor target_logit, Tensor m, Tensor out) {
+void merge_op(Tensor stats, Tensor target_logit, Maybe active, int64_t skipped, Maybe order, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(stats.get_device_index());
   Rows rows;
   leaves_of(rows, stats, stats.size(1));
+  active_of(rows, active, skipped);
   rows.target_logit = floats(target_logit, "target_logit");
-  merge(rows, stats.size(1), floats(m, "m"), floats(out, "out"), stream_of(stats));
+  STD_TORCH_CHECK(out.dim() == 2 && out.size(0) == 5, "out must be [5, T]");
+  merge(rows, stats.size(1), data<int64_t>(order, "order", ScalarType::Long), floats(out, "out"), out.size(1),
+        stream_of(stats));
 }
 
 void nodes_op(Tensor stats, Tensor m, Tensor ranges, Tensor nodes) {
@@ -176,6 +253,17 @@ void logits_op(Tensor logits, Maybe targets, Maybe temperatures, int64_t columns
   logits_statistics(rows, matrix(logits, "logits", ScalarType::Float), stream_of(logits));
 }
 
+void few_rows_op(Tensor x, Tensor w, int64_t segments, Tensor out) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const bool wide = out.scalar_type() == ScalarType::Float;
+  void* to = wide ? static_cast<void*>(floats(out, "out")) : data<void>(out, "out", ScalarType::BFloat16);
+  STD_TORCH_CHECK(x.size(0) <= 64 && x.size(1) == w.size(1) && out.size(0) == x.size(0) && out.size(1) == w.size(0),
+                  "few_rows: x [M, K] with M up to 64, w [N, K], out [M, N]");
+  STD_TORCH_CHECK(segments == 1 || ((segments == 2 || segments == 4 || segments == 8) && x.size(1) % (segments * 128) == 0),
+                  "few_rows: a segment must be a multiple of 128");
+  few_rows(matrix(x, "x"), matrix(w, "w"), static_cast<int>(segments), to, wide, stream_of(x));
+}
+
 void exp_op(Tensor x, Tensor y) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   elementwise(floats(x, "x"), floats(y, "y"), x.numel(), false, stream_of(x));
@@ -190,30 +278,45 @@ void log_op(Tensor x, Tensor y) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
   m.def(
-      "sm90_statistics(Tensor hidden, Tensor weight, Tensor targets, Tensor? temperatures, int columns,"
-      " Tensor(a!) counter, Tensor(b!) stats, Tensor(c!) target_logit, Tensor(d!)? kept) -> ()");
+      "sm90_prepare(Tensor hidden, Tensor targets, Tensor? temperatures, int ignore, float absent, Tensor(a!) active,"
+      " Tensor(b!) order, Tensor(c!) picked_targets, Tensor(d!) place, Tensor(e!)? picked_temperatures,"
+      " Tensor(f!) target_logit, Tensor(g!) picked, Tensor(h!) out) -> ()");
+  m.def(
+      "sm90_statistics(Tensor hidden, Tensor weight, Tensor targets, Tensor? temperatures, int start, int columns,"
+      " Tensor? active, int skipped, Tensor(a!) counter, Tensor(b!) stats, Tensor(c!) target_logit,"
+      " Tensor(d!)? kept) -> ()");
+  m.def(
+      "sm90_row_table(Tensor targets, Tensor? temperatures, int start, Tensor max, Tensor log_sum, Tensor entropy,"
+      " Tensor? grad_logp, Tensor? grad_lse, Tensor? grad_entropy, Tensor? order, Tensor? active, int skipped,"
+      " Tensor(a!) table) -> ()");
   m.def(
       "sm90_recompute(Tensor hidden, Tensor weight, Tensor targets, Tensor? temperatures, int start, int columns,"
-      " Tensor(a!) counter, Tensor state, Tensor grads, Tensor(b!) dlogits) -> ()");
+      " Tensor? active, Tensor(a!) counter, Tensor table, Tensor(b!) dlogits) -> ()");
   m.def(
-      "sm90_gradient_(Tensor(a!) kept, Tensor targets, Tensor? temperatures, Tensor stats, Tensor state, Tensor grads,"
-      " Tensor(b!) table) -> ()");
+      "sm90_gradient_(Tensor(a!) kept, Tensor stats, Tensor? active, int skipped, Tensor table) -> ()");
+  m.def("sm90_place(Tensor values, Tensor place, Tensor(a!) out) -> ()");
   m.def(
       "sm90_backward(Tensor dlogits, Tensor weight, Tensor hidden, Tensor(a!) counter, int first_column, int columns,"
       " Tensor(b!)? dh, bool dh_continues, Tensor(g!)? order, Tensor(c!)? dw,"
-      " bool dw_accumulate, Tensor? dw_init) -> ()");
-  m.def("sm90_merge(Tensor stats, Tensor target_logit, Tensor(a!) m, Tensor(b!) out) -> ()");
+      " bool dw_accumulate, Tensor? dw_init, Tensor? active, int skipped) -> ()");
+  m.def(
+      "sm90_merge(Tensor stats, Tensor target_logit, Tensor? active, int skipped, Tensor? order, Tensor(a!) out)"
+      " -> ()");
   m.def("sm90_tree_nodes(Tensor stats, Tensor m, Tensor ranges, Tensor(a!) nodes) -> ()");
   m.def(
       "sm90_finish(Tensor(a!) nodes, Tensor merges, int root, Tensor m, Tensor target_logit, Tensor(b!) out) -> ()");
   m.def(
       "sm90_logits_statistics(Tensor logits, Tensor? targets, Tensor? temperatures, int columns, Tensor(a!) stats,"
       " Tensor(b!)? target_logit) -> ()");
+  m.def("sm90_few_rows(Tensor x, Tensor w, int segments, Tensor(a!) out) -> ()");
   m.def("sm90_exp(Tensor x, Tensor(a!) y) -> ()");
   m.def("sm90_log(Tensor x, Tensor(a!) y) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rlk, CUDA, m) {
+  m.impl("sm90_prepare", TORCH_BOX(&prepare_op));
+  m.impl("sm90_row_table", TORCH_BOX(&row_table_op));
+  m.impl("sm90_place", TORCH_BOX(&place_op));
   m.impl("sm90_statistics", TORCH_BOX(&statistics_op));
   m.impl("sm90_recompute", TORCH_BOX(&recompute_op));
   m.impl("sm90_gradient_", TORCH_BOX(&gradient_op));
@@ -222,6 +325,7 @@ STABLE_TORCH_LIBRARY_IMPL(rlk, CUDA, m) {
   m.impl("sm90_logits_statistics", TORCH_BOX(&logits_op));
   m.impl("sm90_tree_nodes", TORCH_BOX(&nodes_op));
   m.impl("sm90_finish", TORCH_BOX(&finish_op));
+  m.impl("sm90_few_rows", TORCH_BOX(&few_rows_op));
   m.impl("sm90_exp", TORCH_BOX(&exp_op));
   m.impl("sm90_log", TORCH_BOX(&log_op));
 }

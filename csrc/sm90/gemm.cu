@@ -1,20 +1,10 @@
 // Tensor maps and launches of the matrix-product kernels.
-#include "gemm.cuh"
-#include "launch.h"
-
-#include <algorithm>
-#include <mutex>
-#include <stdexcept>
-#include <string>
+#include "gemm_launch.cuh"
 
 namespace rlk::sm90 {
 namespace {
 
 constexpr int kGroup = 8;  // column tiles side by side: 2048 rows of B stay in L2 while A streams
-
-void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
-}
 
 using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
                             const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
@@ -32,6 +22,8 @@ Encode encoder() {
   return found;
 }
 
+}  // namespace
+
 CUtensorMap tensor_map(const Matrix& matrix, int box_cols, int box_rows) {
   CUtensorMap map;
   const cuuint64_t size[2] = {static_cast<cuuint64_t>(matrix.cols), static_cast<cuuint64_t>(matrix.rows)};
@@ -48,40 +40,19 @@ CUtensorMap tensor_map(const Matrix& matrix, int box_cols, int box_rows) {
   return map;
 }
 
-int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+namespace {
 
-void shape(Problem& problem, int64_t rows, int64_t cols, int64_t depth, int group) {
+void shape(Problem& problem, int64_t rows, int64_t cols, int64_t depth, Dynamic dynamic) {
   problem.rows = static_cast<int>(rows);
   problem.cols = static_cast<int>(cols);
-  const int tiles_m = ceil_div(rows, kTileM);
-  problem.pairs = tiles_m / kCluster;
-  problem.odd = tiles_m % kCluster;
-  problem.tiles_n = ceil_div(cols, kTileN);
-  problem.tiles_k = ceil_div(depth, kTileK);
-  problem.group = group;
-  problem.tiles = problem.pairs * problem.tiles_n + problem.odd * ceil_div(problem.tiles_n, kCluster);
+  problem.depth = static_cast<int>(depth);
+  problem.group = kGroup;
+  problem.dynamic = dynamic;
 }
 
 void output(Problem& problem, const Matrix& out) {
   problem.out = static_cast<__nv_bfloat16*>(out.data);
   problem.out_stride = out.stride;
-}
-
-template <int Kind>
-void launch(const Params& params, cudaStream_t stream) {
-  static std::once_flag once;
-  static int processors = 0;
-  std::call_once(once, [] {
-    int device = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
-    check(cudaFuncSetAttribute(gemm_kernel<Kind>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared),
-          "shared memory");
-  });
-  if (params.tiles == 0) return;
-  const int clusters = std::min(processors / kCluster, params.tiles);
-  gemm_kernel<Kind><<<clusters * kCluster, kThreads, kBytesShared, stream>>>(params);
-  check(cudaGetLastError(), "matrix product launch");
 }
 
 Vocabulary vocabulary(const Rows& rows, bool keep) {
@@ -96,8 +67,7 @@ Vocabulary vocabulary(const Rows& rows, bool keep) {
   v.leaf_sum = rows.leaf_sum;
   v.leaf_mean = rows.leaf_mean;
   v.target_logit = rows.target_logit;
-  v.state = rows.state;
-  v.grads = rows.grads;
+  v.table = rows.table;
   return v;
 }
 
@@ -107,9 +77,11 @@ Params logits_params(const Matrix& hidden, const Matrix& weight, const Rows& row
   problem.a = tensor_map(hidden, kTileK, kTileM);
   problem.b = tensor_map(weight, kTileK, kTileN / kCluster);
   output(problem, out);
-  shape(problem, hidden.rows, weight.rows, hidden.cols, kGroup);
+  shape(problem, hidden.rows, weight.rows, hidden.cols, kRows);
+  params.problems = 1;
   params.vocabulary = vocabulary(rows, out.data != nullptr);
-  params.tiles = params.tiles_first = problem.tiles;
+  params.active = rows.active;
+  params.skipped = rows.skipped;
   params.counter = counter;
   return params;
 }
@@ -118,12 +90,12 @@ Params logits_params(const Matrix& hidden, const Matrix& weight, const Rows& row
 
 void statistics(Matrix hidden, Matrix weight, Rows rows, Matrix kept, int* counter, cudaStream_t stream) {
   if (hidden.rows == 0 || weight.rows == 0) return;
-  launch<kStatistics>(logits_params(hidden, weight, rows, kept, counter), stream);
+  launch_statistics(logits_params(hidden, weight, rows, kept, counter), stream);
 }
 
 void recompute(Matrix hidden, Matrix weight, Rows rows, Matrix dlogits, int* counter, cudaStream_t stream) {
   if (hidden.rows == 0 || weight.rows == 0) return;
-  launch<kGradient>(logits_params(hidden, weight, rows, dlogits, counter), stream);
+  launch_gradient(logits_params(hidden, weight, rows, dlogits, counter), stream);
 }
 
 void backward(Backward task, int* counter, cudaStream_t stream) {
@@ -131,33 +103,31 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
   if (tokens == 0 || width == 0) return;
   Params params{};
   params.counter = counter;
-  int used = 0;
+  params.active = task.active;
+  params.skipped = task.skipped;
   if (task.dh != nullptr) {
-    Problem& problem = params.problem[used++];
+    Problem& problem = params.problem[params.problems++];
     problem.a = tensor_map(task.dlogits, kTileK, kTileM);
     problem.b = tensor_map(task.weight, 64, kTileK);
-    shape(problem, tokens, width, task.columns, kGroup);
+    shape(problem, tokens, width, task.columns, kRows);
     problem.k_begin = static_cast<int>(task.first_column);
     problem.output = kBlocks;
     problem.out_float = task.dh;
     problem.continues = task.dh_continues;
     problem.order = task.order;
-    params.tiles_first = params.tiles = problem.tiles * ceil_div(problem.tiles_k, kBlockTiles);
   }
   if (task.dw != nullptr) {
-    Problem& problem = params.problem[used++];
+    Problem& problem = params.problem[params.problems++];
     problem.a = tensor_map(task.dlogits, 64, kTileK);
     problem.b = tensor_map(task.hidden, 64, kTileK);
     problem.transposed_a = 1;
-    shape(problem, vocabulary_size, width, tokens, kGroup);
+    shape(problem, vocabulary_size, width, tokens, kDepth);
     problem.init = task.dw_init;
     problem.output = task.dw_output;
     problem.out_float = static_cast<float*>(task.dw);
     output(problem, {task.dw, vocabulary_size, width, width});
-    params.tiles += problem.tiles;
-    if (used == 1) params.tiles_first = params.tiles;
   }
-  launch<kStore>(params, stream);
+  launch<kStore, 0>(params, stream);
 }
 
 }  // namespace rlk::sm90

@@ -13,7 +13,10 @@ struct Rows {
   int columns = 0;    // columns at hand that are real vocabulary
   int leaves = 0;
   float *leaf_max = nullptr, *leaf_sum = nullptr, *leaf_mean = nullptr, *target_logit = nullptr;
-  const float *state = nullptr, *grads = nullptr;  // [3, T]: (m, log l, entropy), upstream of (logp, lse, entropy)
+  const float* table = nullptr;  // [T, 8]: what the gradient of a row needs (row_table)
+  // Of the T rows the first `*active - skipped` take part, all without a pointer.
+  const int* active = nullptr;
+  int skipped = 0;
 };
 
 struct Matrix {
@@ -35,12 +38,46 @@ struct Backward {
   void* dw = nullptr;  // [V, H]
   int dw_output = 0;   // 0 bf16, 1 fp32, 2 fp32 += sum
   const float* dw_init = nullptr;
+  const int* active = nullptr;  // as in Rows
+  int skipped = 0;
 };
 // dh = dlogits weight and dw = dlogits^T hidden, in one launch.
 void backward(Backward task, int* counter, cudaStream_t stream);
 
-// All leaves of the vocabulary are here: m [T] and (logp, lse, entropy, log l) [4, T].
-void merge(Rows rows, int64_t tokens, float* m, float* out, cudaStream_t stream);
+// Rows whose target is not `ignore` are numbered 0 to *active - 1 in order ("slots"), the others follow.
+struct Prepare {
+  Matrix hidden;
+  int64_t tokens = 0, ignore = 0;
+  const int64_t* targets = nullptr;
+  const float* temperatures = nullptr;
+  float absent = 0.0f;             // start of target_logit
+  int* active = nullptr;           // number of rows that take part; `counters` - 1 zeros follow
+  int counters = 0;
+  int64_t *order = nullptr, *picked_targets = nullptr;  // [T] row of a slot; target of a slot
+  int* place = nullptr;            // [T] slot of a row, -1 if it does not take part
+  float *picked_temperatures = nullptr, *target_logit = nullptr;  // [T] by slot
+  void* picked = nullptr;          // [T, H] hidden states by slot
+  float* out = nullptr;            // [5, T], zero in rows that do not take part
+};
+void prepare(Prepare task, cudaStream_t stream);
+
+// All leaves of the vocabulary are here: (logp, lse, entropy, m, log l) into out [5, total], row order[i] for slot i.
+void merge(Rows rows, int64_t tokens, const int64_t* order, float* out, int64_t total, cudaStream_t stream);
+
+struct RowTable {
+  int64_t tokens = 0, start = 0;
+  const float *max = nullptr, *log_sum = nullptr, *entropy = nullptr;  // by row
+  const float* grad[3] = {};       // upstream of logp, lse, entropy by row; null: zero
+  int64_t grad_stride[3] = {};
+  const float* temperatures = nullptr;  // by slot
+  const int64_t *targets = nullptr, *order = nullptr;
+  const int* active = nullptr;
+  int skipped = 0;
+  float* table = nullptr;          // [T, 8] by slot
+};
+void row_table(RowTable task, cudaStream_t stream);
+// out[row] = bf16(values[place[row]]), 0 where place is -1.
+void place_rows(const float* values, const int* place, Matrix out, cudaStream_t stream);
 // Values of aligned subtrees of the local leaves, given as pairs (begin, end): nodes [slots, 2, T] of (l, u).
 void tree_nodes(Rows rows, const float* m, const int* ranges, int count, float* nodes, int64_t tokens,
                 cudaStream_t stream);
@@ -48,10 +85,12 @@ void tree_nodes(Rows rows, const float* m, const int* ranges, int count, float* 
 // log l) [4, T] of the last merge, or of slot `root` without merges.
 void finish(float* nodes, int slots, const int* merges, int count, int root, const float* m, const float* target_logit,
             float* out, int64_t tokens, cudaStream_t stream);
-// Kept bf16 exp(z - leaf_max) becomes the bf16 gradient of the logits, in place. table: scratch [T, 8].
-void gradient_in_place(Rows rows, Matrix kept, float* table, cudaStream_t stream);
+// Kept bf16 exp(z - leaf_max) becomes the bf16 gradient of the logits, in place.
+void gradient_in_place(Rows rows, Matrix kept, cudaStream_t stream);
 // Statistics of the leaves of fp32 logits.
 void logits_statistics(Rows rows, Matrix logits, cudaStream_t stream);
+// out[M, N] = x[M, K] w[N, K]^T for M up to 64; K in segments of a multiple of 128, merged in a tree.
+void few_rows(Matrix x, Matrix w, int segments, void* out, bool wide, cudaStream_t stream);
 void elementwise(const float* x, float* y, int64_t count, bool logarithm, cudaStream_t stream);
 
 }  // namespace rlk::sm90

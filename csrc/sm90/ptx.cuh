@@ -157,4 +157,60 @@ __device__ __forceinline__ void wgmma_64x256x16(float (&d)[128], uint64_t a, uin
       : "l"(a), "l"(b), "r"(accumulate), "n"(TransposeA), "n"(TransposeB));
 }
 
+// d[64 x 128], as above.
+template <int TransposeA, int TransposeB>
+__device__ __forceinline__ void wgmma_64x128x16(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, %67, %68;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "l"(a), "l"(b), "r"(accumulate), "n"(TransposeA), "n"(TransposeB));
+}
+
+// The 256 columns in two halves: left has columns 0 to 127.
+template <int TransposeA, int TransposeB>
+__device__ __forceinline__ void wgmma_64x256x16(float (&left)[64], float (&right)[64], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+      "}, %128, %129, p, 1, 1, %131, %132;\n}"
+      : "+f"(left[0]), "+f"(left[1]), "+f"(left[2]), "+f"(left[3]), "+f"(left[4]), "+f"(left[5]), "+f"(left[6]), "+f"(left[7]),
+        "+f"(left[8]), "+f"(left[9]), "+f"(left[10]), "+f"(left[11]), "+f"(left[12]), "+f"(left[13]), "+f"(left[14]), "+f"(left[15]),
+        "+f"(left[16]), "+f"(left[17]), "+f"(left[18]), "+f"(left[19]), "+f"(left[20]), "+f"(left[21]), "+f"(left[22]), "+f"(left[23]),
+        "+f"(left[24]), "+f"(left[25]), "+f"(left[26]), "+f"(left[27]), "+f"(left[28]), "+f"(left[29]), "+f"(left[30]), "+f"(left[31]),
+        "+f"(left[32]), "+f"(left[33]), "+f"(left[34]), "+f"(left[35]), "+f"(left[36]), "+f"(left[37]), "+f"(left[38]), "+f"(left[39]),
+        "+f"(left[40]), "+f"(left[41]), "+f"(left[42]), "+f"(left[43]), "+f"(left[44]), "+f"(left[45]), "+f"(left[46]), "+f"(left[47]),
+        "+f"(left[48]), "+f"(left[49]), "+f"(left[50]), "+f"(left[51]), "+f"(left[52]), "+f"(left[53]), "+f"(left[54]), "+f"(left[55]),
+        "+f"(left[56]), "+f"(left[57]), "+f"(left[58]), "+f"(left[59]), "+f"(left[60]), "+f"(left[61]), "+f"(left[62]), "+f"(left[63]),
+        "+f"(right[0]), "+f"(right[1]), "+f"(right[2]), "+f"(right[3]), "+f"(right[4]), "+f"(right[5]), "+f"(right[6]), "+f"(right[7]),
+        "+f"(right[8]), "+f"(right[9]), "+f"(right[10]), "+f"(right[11]), "+f"(right[12]), "+f"(right[13]), "+f"(right[14]), "+f"(right[15]),
+        "+f"(right[16]), "+f"(right[17]), "+f"(right[18]), "+f"(right[19]), "+f"(right[20]), "+f"(right[21]), "+f"(right[22]), "+f"(right[23]),
+        "+f"(right[24]), "+f"(right[25]), "+f"(right[26]), "+f"(right[27]), "+f"(right[28]), "+f"(right[29]), "+f"(right[30]), "+f"(right[31]),
+        "+f"(right[32]), "+f"(right[33]), "+f"(right[34]), "+f"(right[35]), "+f"(right[36]), "+f"(right[37]), "+f"(right[38]), "+f"(right[39]),
+        "+f"(right[40]), "+f"(right[41]), "+f"(right[42]), "+f"(right[43]), "+f"(right[44]), "+f"(right[45]), "+f"(right[46]), "+f"(right[47]),
+        "+f"(right[48]), "+f"(right[49]), "+f"(right[50]), "+f"(right[51]), "+f"(right[52]), "+f"(right[53]), "+f"(right[54]), "+f"(right[55]),
+        "+f"(right[56]), "+f"(right[57]), "+f"(right[58]), "+f"(right[59]), "+f"(right[60]), "+f"(right[61]), "+f"(right[62]), "+f"(right[63])
+      : "l"(a), "l"(b), "r"(accumulate), "n"(TransposeA), "n"(TransposeB));
+}
+
 }  // namespace rlk::sm90

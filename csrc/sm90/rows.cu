@@ -2,6 +2,7 @@
 #include "arith.cuh"
 #include "launch.h"
 
+#include <climits>
 #include <stdexcept>
 #include <string>
 
@@ -75,27 +76,34 @@ __device__ __forceinline__ float2 subtree(const Rows& rows, int64_t row, float t
   return make_float2(sums.finish(count), means.finish(count));
 }
 
-// (logp, lse, entropy, log l) of one row into out [4, T].
+// (logp, lse, entropy, m, log l) of one row into out [5, T], or without m into [4, T].
+template <bool WithMax>
 __device__ __forceinline__ void results(float2 root, float m, float target_logit, float* out, int64_t tokens, int64_t row) {
   const float log_sum = log_(root.x);
   out[row] = __fsub_rn(__fsub_rn(target_logit, m), log_sum);
   out[row + tokens] = __fadd_rn(m, log_sum);
   out[row + 2 * tokens] = __fsub_rn(log_sum, __fdiv_rn(root.y, root.x));
-  out[row + 3 * tokens] = log_sum;
+  if constexpr (WithMax) out[row + 3 * tokens] = m;
+  out[row + (WithMax ? 4 : 3) * tokens] = log_sum;
 }
 
-__global__ void merge_kernel(Rows rows, int64_t tokens, float* m, float* out) {
+// Rows that take part, of those in front of `limit` of a part that starts at rows.skipped.
+__device__ __forceinline__ int64_t active_of(const int* active, int skipped, int64_t limit) {
+  if (active == nullptr) return limit;
+  const int64_t left = static_cast<int64_t>(*active) - skipped;
+  return left < limit ? left : limit;
+}
+
+__global__ void merge_kernel(Rows rows, int64_t tokens, const int64_t* order, float* out, int64_t total) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  if (row >= tokens) return;
+  if (row >= active_of(rows.active, rows.skipped, tokens)) return;
   float top = -INFINITY;
   for (int leaf = lane; leaf < rows.leaves; leaf += 32) top = fmaxf(top, rows.leaf_max[row * rows.leaves + leaf]);
 #pragma unroll
   for (int i = 1; i < 32; i *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
   const float2 root = subtree(rows, row, top, 0, rows.leaves);
-  if (lane != 0) return;
-  m[row] = top;
-  results(root, top, rows.target_logit[row], out, tokens, row);
+  if (lane == 0) results<true>(root, top, rows.target_logit[row], out, total, order == nullptr ? row : order[row]);
 }
 
 __global__ void nodes_kernel(Rows rows, const float* m, const int* ranges, float* nodes, int64_t tokens) {
@@ -121,41 +129,156 @@ __global__ void finish_kernel(float* nodes, int slots, const int* merges, int co
     nodes[2 * (slots + i) * tokens + row] = __fadd_rn(left.x, right.x);
     nodes[(2 * (slots + i) + 1) * tokens + row] = __fadd_rn(left.y, right.y);
   }
-  results(node(count > 0 ? slots + count - 1 : root), m[row], target_logit[row], out, tokens, row);
+  results<false>(node(count > 0 ? slots + count - 1 : root), m[row], target_logit[row], out, tokens, row);
 }
 
-__global__ void row_grad_kernel(Rows rows, float* table, int64_t tokens) {
+__global__ void row_table_kernel(RowTable task) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (row >= tokens) return;
-  const RowGrad g = row_grad(rows.state, rows.grads, tokens, row, temperature_of(rows, row));
-  reinterpret_cast<float4*>(table)[row * 2] = make_float4(g.max, g.log_sum, g.entropy, g.logp);
-  reinterpret_cast<float4*>(table)[row * 2 + 1] = make_float4(g.weight, g.ent, 0.0f, 0.0f);
+  if (row >= active_of(task.active, task.skipped, task.tokens)) return;
+  const int64_t from = task.order == nullptr ? row : task.order[row];
+  const float temperature = task.temperatures == nullptr ? 1.0f : task.temperatures[row];
+  float g[3];
+#pragma unroll
+  for (int i = 0; i < 3; ++i) g[i] = task.grad[i] == nullptr ? 0.0f : task.grad[i][from * task.grad_stride[i]];
+  const float logp = __fdiv_rn(g[0], temperature), lse = __fdiv_rn(g[1], temperature);
+  const int64_t hit = task.targets[row] - task.start;
+  const int column = hit >= 0 && hit < INT_MAX ? static_cast<int>(hit) : -1;
+  reinterpret_cast<float4*>(task.table)[row * 2] =
+      make_float4(task.max[from], task.log_sum[from], task.entropy[from], logp);
+  reinterpret_cast<float4*>(task.table)[row * 2 + 1] =
+      make_float4(__fsub_rn(lse, logp), __fdiv_rn(g[2], temperature), __int_as_float(column), 0.0f);
 }
 
-constexpr int kRowsPerThread = 4;
+constexpr int kRowsPerThread = 4, kChunksPerThread = 2;
 
+// Rows from the last active one on become zero up to a whole tile of k of the product over tokens.
 __global__ void __launch_bounds__(256) gradient_kernel(
-    Rows rows, const float* table, __nv_bfloat16* data, int64_t tokens, int64_t stride) {
-  const int64_t column = (static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x) * 8;
-  if (column >= stride) return;
-  const int leaf = static_cast<int>(column / kLeaf);
-  for (int64_t first = static_cast<int64_t>(blockIdx.y) * kRowsPerThread; first < tokens;
-       first += static_cast<int64_t>(gridDim.y) * kRowsPerThread) {
-    uint4 packed[kRowsPerThread];
+    Rows rows, __nv_bfloat16* data, int64_t tokens, int64_t stride, unsigned across) {
+  const int64_t active = active_of(rows.active, rows.skipped, tokens);
+  const int64_t first = static_cast<int64_t>(blockIdx.x / across) * kRowsPerThread, end = (active + 63) / 64 * 64;
+  if (first >= end) return;
+  int64_t column[kChunksPerThread];
+  uint4 packed[kChunksPerThread][kRowsPerThread];
+#pragma unroll
+  for (int c = 0; c < kChunksPerThread; ++c) {
+    column[c] = ((static_cast<int64_t>(blockIdx.x % across) * kChunksPerThread + c) * 256 + threadIdx.x) * 8;
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-      if (first + r < tokens) packed[r] = __ldcs(reinterpret_cast<const uint4*>(data + (first + r) * stride + column));
-    }
-#pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) {
-      const int64_t row = first + r;
-      if (row >= tokens) break;
-      const RowGrad grad = load_row_grad(table, row);
-      const LeafGrad gradient = LeafGrad::of(__ldg(rows.leaf_max + row * rows.leaves + leaf), grad);
-      gradients_of_chunk(packed[r], __ldg(rows.targets + row) - rows.start - column, gradient, grad);
-      *reinterpret_cast<uint4*>(data + row * stride + column) = packed[r];
+      packed[c][r] = make_uint4(0, 0, 0, 0);
+      if (first + r < active && column[c] < stride) {
+        packed[c][r] = __ldcs(reinterpret_cast<const uint4*>(data + (first + r) * stride + column[c]));
+      }
     }
   }
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const int64_t row = first + r;
+    if (row >= tokens || row >= end) break;
+    RowGrad grad{};
+    int target = -1;
+    if (row < active) {
+      grad = load_row_grad(rows.table, row);
+      target = __float_as_int(__ldg(rows.table + row * 8 + 6));
+    }
+#pragma unroll
+    for (int c = 0; c < kChunksPerThread; ++c) {
+      if (column[c] >= stride) break;
+      if (row < active) {
+        const int leaf = static_cast<int>(column[c] / kLeaf);
+        const LeafGrad gradient = LeafGrad::of(__ldg(rows.leaf_max + row * rows.leaves + leaf), grad);
+        gradients_of_chunk(packed[c][r], target - column[c], gradient, grad);
+      }
+      *reinterpret_cast<uint4*>(data + row * stride + column[c]) = packed[c][r];
+    }
+  }
+}
+
+constexpr int kPrepareRows = 32;
+
+// Rows that take part move to the front, in order: their hidden states, targets, temperatures.
+__global__ void __launch_bounds__(256) prepare_kernel(Prepare task, int64_t chunks) {
+  __shared__ int counts[2][kWarps];
+  __shared__ int slots[kPrepareRows];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kPrepareRows;
+  int before = 0, total = 0;  // rows that take part, in front of this block's and in all
+  for (int64_t i = threadIdx.x; i < task.tokens; i += 256) {
+    const int takes_part = task.targets[i] != task.ignore;
+    total += takes_part;
+    before += i < first ? takes_part : 0;
+  }
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) {
+    total += __shfl_xor_sync(~0u, total, i);
+    before += __shfl_xor_sync(~0u, before, i);
+  }
+  if (lane == 0) {
+    counts[0][warp] = before;
+    counts[1][warp] = total;
+  }
+  __syncthreads();
+  before = total = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) {
+    before += counts[0][i];
+    total += counts[1][i];
+  }
+  if (warp == 0) {
+    const int64_t row = first + lane;
+    const bool inside = row < task.tokens;
+    const int64_t target = inside ? task.targets[row] : task.ignore;
+    const bool takes_part = inside && target != task.ignore;
+    const unsigned mask = __ballot_sync(~0u, takes_part);
+    const int rank = before + __popc(mask & ((1u << lane) - 1));
+    const int64_t slot = takes_part ? rank : total + (row - rank);  // the others follow, in order
+    slots[lane] = takes_part ? rank : -1;
+    if (inside) {
+      task.order[slot] = row;
+      task.picked_targets[slot] = target;
+      task.place[row] = slots[lane];
+      if (task.temperatures != nullptr) task.picked_temperatures[slot] = task.temperatures[row];
+      task.target_logit[slot] = task.absent;
+      if (!takes_part) {
+#pragma unroll
+        for (int i = 0; i < 5; ++i) task.out[i * task.tokens + row] = 0.0f;
+      }
+    }
+  }
+  if (blockIdx.x == 0 && threadIdx.x < task.counters) task.active[threadIdx.x] = threadIdx.x == 0 ? total : 0;
+  __syncthreads();
+  const uint4* hidden = reinterpret_cast<const uint4*>(task.hidden.data);
+  uint4* picked = reinterpret_cast<uint4*>(task.picked);
+  for (int i = warp; i < kPrepareRows; i += kWarps) {
+    const int slot = slots[i];
+    if (slot < 0) continue;
+    for (int64_t c = lane; c < chunks; c += 32) {
+      picked[slot * chunks + c] = __ldcs(hidden + (first + i) * (task.hidden.stride / 8) + c);
+    }
+  }
+  if (blockIdx.x == gridDim.x - 1) {  // zeros after the last one, as far as a product over tokens reads
+    const int64_t end = (total + 63) / 64 * 64;
+    for (int64_t c = total * chunks + threadIdx.x; c < (end < task.tokens ? end : task.tokens) * chunks; c += 256) {
+      picked[c] = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+// out[row] = bf16(values[place[row]]), 0 where place is -1; 8 values a thread.
+__global__ void __launch_bounds__(256) place_kernel(
+    const float* values, const int* place, __nv_bfloat16* out, int64_t rows, int64_t chunks) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+  if (at >= rows * chunks) return;
+  const int64_t row = at / chunks, from = place[row];
+  uint4 packed = make_uint4(0, 0, 0, 0);
+  if (from >= 0) {
+    const float4* source = reinterpret_cast<const float4*>(values) + (from * chunks + at % chunks) * 2;
+    const float4 a = __ldcs(source), b = __ldcs(source + 1);
+    const __nv_bfloat162 pairs[4] = {__floats2bfloat162_rn(a.x, a.y), __floats2bfloat162_rn(a.z, a.w),
+                                     __floats2bfloat162_rn(b.x, b.y), __floats2bfloat162_rn(b.z, b.w)};
+    packed = make_uint4(reinterpret_cast<const uint32_t&>(pairs[0]), reinterpret_cast<const uint32_t&>(pairs[1]),
+                        reinterpret_cast<const uint32_t&>(pairs[2]), reinterpret_cast<const uint32_t&>(pairs[3]));
+  }
+  reinterpret_cast<uint4*>(out)[at] = packed;
 }
 
 // One warp a leaf; lane holds columns 4 lane .. 4 lane + 3.
@@ -204,10 +327,29 @@ unsigned blocks(int64_t count, int64_t each) { return static_cast<unsigned>((cou
 
 }  // namespace
 
-void merge(Rows rows, int64_t tokens, float* m, float* out, cudaStream_t stream) {
+void merge(Rows rows, int64_t tokens, const int64_t* order, float* out, int64_t total, cudaStream_t stream) {
   if (tokens == 0) return;
-  merge_kernel<<<blocks(tokens, kWarps), kWarps * 32, 0, stream>>>(rows, tokens, m, out);
+  merge_kernel<<<blocks(tokens, kWarps), kWarps * 32, 0, stream>>>(rows, tokens, order, out, total);
   check_launch("merge of leaves");
+}
+
+void prepare(Prepare task, cudaStream_t stream) {
+  if (task.tokens == 0) return;
+  prepare_kernel<<<blocks(task.tokens, kPrepareRows), 256, 0, stream>>>(task, task.hidden.cols / 8);
+  check_launch("rows that take part");
+}
+
+void row_table(RowTable task, cudaStream_t stream) {
+  if (task.tokens == 0) return;
+  row_table_kernel<<<blocks(task.tokens, 128), 128, 0, stream>>>(task);
+  check_launch("gradients of rows");
+}
+
+void place_rows(const float* values, const int* place, Matrix out, cudaStream_t stream) {
+  if (out.rows == 0 || out.cols == 0) return;
+  place_kernel<<<blocks(out.rows * (out.cols / 8), 256), 256, 0, stream>>>(
+      values, place, static_cast<__nv_bfloat16*>(out.data), out.rows, out.cols / 8);
+  check_launch("rounding of rows");
 }
 
 void tree_nodes(Rows rows, const float* m, const int* ranges, int count, float* nodes, int64_t tokens,
@@ -226,14 +368,11 @@ void finish(float* nodes, int slots, const int* merges, int count, int root, con
   check_launch("root of the vocabulary tree");
 }
 
-void gradient_in_place(Rows rows, Matrix kept, float* table, cudaStream_t stream) {
+void gradient_in_place(Rows rows, Matrix kept, cudaStream_t stream) {
   if (kept.rows == 0 || kept.stride == 0) return;
-  row_grad_kernel<<<blocks(kept.rows, 128), 128, 0, stream>>>(rows, table, kept.rows);
-  check_launch("gradients of rows");
-  const int64_t groups = (kept.rows + kRowsPerThread - 1) / kRowsPerThread;
-  const dim3 grid(blocks(kept.stride, 2048), static_cast<unsigned>(groups < 65535 ? groups : 65535));
-  gradient_kernel<<<grid, 256, 0, stream>>>(
-      rows, table, static_cast<__nv_bfloat16*>(kept.data), kept.rows, kept.stride);
+  const unsigned across = blocks(kept.stride, 2048 * kChunksPerThread);
+  gradient_kernel<<<across * blocks(kept.rows, kRowsPerThread), 256, 0, stream>>>(
+      rows, static_cast<__nv_bfloat16*>(kept.data), kept.rows, kept.stride, across);
   check_launch("gradient of kept logits");
 }
 

@@ -10,6 +10,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs an H100 or H200", allow_module_level=True)
 
 from rl_kernel import registry
+from rl_kernel.errors import ContractError
 from rl_kernel.ops.linear_logp import linear_logp, lm_head, sm90, sm90_schedules
 from rl_kernel.ops.linear_logp.policy import linear_policy_loss
 from rl_kernel.ops.logp.op import logp
@@ -124,17 +125,19 @@ def test_shards_agree(ranks):
     assert_same(out[:3], linear_logp(h, w, t, temperature=temperature, global_vocab_size=vocabulary))
 
 
-@pytest.mark.parametrize("mib", [512, 1])
+@pytest.mark.parametrize("chunk", [None, 256])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fused_loss_equals_linear_logp_and_autograd(shape, mib):
+def test_fused_loss_equals_linear_logp_and_autograd(shape, chunk, monkeypatch):
+    if chunk:
+        monkeypatch.setattr(sm90_schedules, "_chunk_rows", lambda call, tokens, width: min(tokens, chunk))
     h, w, t = operands(*shape)
     t[5:9] = -100
     g = torch.Generator(device="cuda").manual_seed(1)
     old, advantages = -torch.rand(len(t), device="cuda", generator=g), torch.randn(len(t), device="cuda", generator=g)
+    old[6] = float("nan")  # nothing reads what belongs to an ignored token
     arguments = {"entropy_weight": 0.01, "normalizer": 64.0, "global_vocab_size": shape[3]}
     results = []
     for backend in ("sm90", "triton"):
-        sm90.WORKSPACE_BYTES = mib << 20
         hidden, weight = h.clone().requires_grad_(), w.clone().requires_grad_()
         loss, values, metrics = linear_policy_loss(hidden, weight, t, old, advantages, backend=backend, **arguments)
         loss.backward()
@@ -188,6 +191,56 @@ def test_huge_logits():
     eager = torch.log_softmax(h.float() @ w.float().T, -1).gather(1, t[:, None])[:, 0]
     error = (linear_logp(h, w, t).logp.double() - expected).abs().max()
     assert error <= 4 * (eager.double() - expected).abs().max()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.97, 1.0])
+@pytest.mark.parametrize("mib", [512, 1])
+def test_ignored_rows_leave_no_trace(share, mib):
+    h, w, t = operands(*SHAPES[1])
+    g = torch.Generator(device="cuda").manual_seed(3)
+    ignored = torch.rand(len(t), device="cuda", generator=g) < share
+    h[ignored] = float("nan")
+    t = torch.where(ignored, -100, t)
+    temperature = mixed_temperature(len(t))
+    found = both(h, w, t, mib=mib, temperature=temperature, global_vocab_size=SHAPES[1][3])
+    clean = torch.where(ignored[:, None], 0, h)
+    common = {"temperature": temperature, "global_vocab_size": SHAPES[1][3]}
+    assert_same(both(clean, w, t, backend="triton", **common), found)
+    assert not any(x[ignored].count_nonzero() for x in found[:4]) and (share < 1 or not found[4].count_nonzero())
+
+
+@pytest.mark.parametrize("mib", [512, 1])
+def test_nothing_waits_for_the_gpu(mib):
+    sm90.WORKSPACE_BYTES = mib << 20
+    h, w, t = operands(*SHAPES[0])
+    t = t.clamp(max=5002)
+    t[3] = -100
+    h, w = h.requires_grad_(), w.requires_grad_()
+    upstream = torch.randn(len(t), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = linear_logp(h, w, t, global_vocab_size=5003, temperature=0.7)
+        torch.autograd.grad(out.logp, (h, w), upstream)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("mib", [512, 1])
+def test_weight_gradient_into_main_grad(mib):
+    sm90.WORKSPACE_BYTES = mib << 20
+    h, w, t = operands(*SHAPES[3])
+    expected = torch.randn(w.shape, device="cuda")
+    w.requires_grad_()
+    w.main_grad, w.grad_added_to_main_grad = expected.clone(), False
+    out = linear_logp(h, w, t, accumulate_main_grad=True)
+    out.logp.sum().backward()
+    assert w.grad_added_to_main_grad and differing(w.main_grad, expected)
+    plain = w.detach().clone().requires_grad_()
+    linear_logp(h, plain, t).logp.sum().backward()
+    error = (w.main_grad - (expected + plain.grad.float())).abs()
+    assert error.max() <= 2**-8 * plain.grad.float().abs().max() + 2**-22 * expected.abs().max()
+    with pytest.raises(ContractError, match="main_grad"):
+        linear_logp(h, plain, t, accumulate_main_grad=True)
 
 
 def test_second_backward_recomputes():

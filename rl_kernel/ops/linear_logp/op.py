@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rl_kernel.errors import ContractError
+from rl_kernel.errors import ContractError, UnsupportedError
 from rl_kernel.ops._operator import Operator, untraced
 from rl_kernel.ops.collectives.op import all_reduce, group_name, group_of, group_size
 from rl_kernel.ops.linear import column_parallel_linear
@@ -163,6 +163,7 @@ def linear_logp(
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int = -100,
     grad_segments: int | None = None,
+    accumulate_main_grad: bool = False,
     backend: str = "auto",
 ) -> LinearLogpOutput:
     """``logp(lm_head(hidden_states, lm_head_weight), target_ids)``, byte for byte, without the logits in memory.
@@ -179,6 +180,9 @@ def linear_logp(
         ignore_index: rows with this target give 0, have zero gradient and are not read.
         grad_segments: S, the segments of the padded vocabulary over which the gradient of ``hidden_states`` is reduced
             (virtual tensor parallelism): a power of two and a multiple of the ranks, the number of ranks by default.
+        accumulate_main_grad: add the weight's gradient to ``lm_head_weight.main_grad`` (fp32, not rounded before the
+            addition) instead of returning it, and set ``lm_head_weight.grad_added_to_main_grad`` where Megatron-Core
+            has put that flag. Backend sm90.
         backend: ``auto`` or the name of one (see :func:`rl_kernel.explain`).
 
     Returns:
@@ -209,9 +213,10 @@ def linear_logp(
         module = resolve("linear_logp", hidden_states.device, hidden_states.dtype, backend).module
         if hasattr(module, "operator"):  # a backend that brings its own schedules
             run = module.operator()
-            return LinearLogpOutput(
-                *run(hidden_states, lm_head_weight, targets, t, layout, ignore_index, segments, tp_group)[:3]
-            )
+            arguments = (targets, t, layout, ignore_index, segments, tp_group, accumulate_main_grad)
+            return LinearLogpOutput(*run(hidden_states, lm_head_weight, *arguments)[:3])
+    if accumulate_main_grad:
+        raise UnsupportedError("linear_logp: accumulate_main_grad needs backend sm90, outside torch.compile")
     if t is None:
         t = shards.temperature_rows(1.0, rows, hidden_states.device)
     out = _linear_logp(

@@ -62,13 +62,16 @@ def linear_policy_loss(
         if value is not None and value.shape != (tokens,):
             raise ContractError(f"linear_policy_loss: {name} {tuple(value.shape)} must be ({tokens},)")
     weights = torch.ones_like(advantages, dtype=torch.float32) if mask is None else mask.to(torch.float32)
-    weights = weights.masked_fill(target_ids == ignore_index, 0.0)
+    ignored = target_ids == ignore_index
+    weights = weights.masked_fill(ignored, 0.0)
     scale = weights.sum() if normalizer is None else normalizer
 
     def loss(
-        rows: torch.Tensor, logp: torch.Tensor, entropy: torch.Tensor
+        rows: slice | torch.Tensor, logp: torch.Tensor, entropy: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        w, a, difference = weights[rows], advantages[rows], logp - old_logp[rows]
+        w, out = weights[rows], ignored[rows]  # what stands in ignored rows may be NaN
+        a = advantages[rows].masked_fill(out, 0.0)
+        difference = (logp - old_logp[rows]).masked_fill(out, 0.0)
         ratio = torch.exp(difference)
         plain, clipped = ratio * a, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * a
         objective = torch.minimum(plain, clipped)

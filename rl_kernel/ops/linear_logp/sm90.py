@@ -16,7 +16,7 @@ One arithmetic, two schedules; bits do not tell them apart:
 * kept (:mod:`rl_kernel.ops.linear_logp.sm90_schedules`): the forward kernel also writes e; backward turns it into d in
   place and multiplies. 6 THV operations, 2 bytes a logit of memory until backward has run. Taken when that fits
   :data:`WORKSPACE_BYTES`.
-* recompute (:func:`backward`): the forward kernel runs again over chunks of the vocabulary and writes d at once.
+* recompute (:func:`recomputed`): the forward kernel runs again over chunks of the vocabulary and writes d at once.
   8 THV operations, workspace within :data:`WORKSPACE_BYTES`.
 """
 
@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -76,6 +78,68 @@ def new_kept(tokens: int, columns: int, device: torch.device) -> torch.Tensor:
     return torch.empty((tokens, kept_columns(columns)), dtype=torch.bfloat16, device=device)[:, :columns]
 
 
+@dataclass(frozen=True)
+class Slots:
+    """The rows of a call that take part, moved to the front in order by :func:`select`.
+
+    Sizes stay those of all rows: how many take part is known to the GPU alone, and the kernels read it there.
+
+    Attributes:
+        active: int32; the first value is the number of rows that take part, the others are zero (counters of launches).
+        order: [T] int64, the row of each slot; rows that do not take part come last.
+        place: [T] int32, the slot of each row, -1 if it does not take part.
+        targets, temperature, z_target: [T] by slot; ``temperature`` is ``None`` for 1.
+        hidden: [T, H] by slot.
+    """
+
+    active: torch.Tensor
+    order: torch.Tensor
+    place: torch.Tensor
+    targets: torch.Tensor
+    temperature: torch.Tensor | None
+    z_target: torch.Tensor
+    hidden: torch.Tensor
+
+
+COUNTERS = 64
+
+
+def select(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: torch.Tensor | None,
+    ignore_index: int,
+    out: torch.Tensor,
+    absent: float = 0.0,
+) -> Slots:
+    """Rows whose target is not ``ignore_index``, without waiting for the GPU.
+
+    Args:
+        hidden: [T, H] bf16; targets: [T] int64; temperature: [T] fp32 or ``None`` for 1.
+        out: [5, T] fp32, set to zero in the rows that do not take part.
+        absent: z of rows without a target here.
+    """
+    tokens, device = hidden.shape[0], hidden.device
+    hidden = matrix(hidden, "hidden_states")
+    long = torch.empty((2, tokens), dtype=torch.int64, device=device)
+    short = torch.empty(COUNTERS + tokens, dtype=torch.int32, device=device)
+    real = torch.empty((2, tokens), dtype=torch.float32, device=device)
+    slots = Slots(
+        short[:COUNTERS], long[0], short[COUNTERS:], long[1], None if temperature is None else real[0], real[1],
+        torch.empty(hidden.shape, dtype=hidden.dtype, device=device),
+    )  # fmt: skip
+    torch.ops.rlk.sm90_prepare(
+        hidden, targets.contiguous(), temperature, ignore_index, absent, slots.active, slots.order, slots.targets,
+        slots.place, slots.temperature, slots.z_target, slots.hidden, out,
+    )  # fmt: skip
+    return slots
+
+
+def new_stats(tokens: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised leaf statistics (m, s, u) [3, tokens, L] fp32."""
+    return torch.empty((3, tokens, -(-columns // VOCAB_LEAF)), dtype=torch.float32, device=device)
+
+
 def leaf_stats(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -83,9 +147,8 @@ def leaf_stats(
     targets: torch.Tensor,
     columns: int,
     kept: torch.Tensor | None = None,
-    absent: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(m, s, u) of every leaf [3, T, L] fp32, and z of the target [T].
+    """(m, s, u) of every leaf [3, T, L] fp32, and z of the target [T] (0 where another rank owns it).
 
     Args:
         hidden: [T, H] bf16.
@@ -93,51 +156,90 @@ def leaf_stats(
         temperature: [T] fp32, or ``None`` for 1.
         targets: [T] int64 local columns, -1 where another rank owns the target.
         kept: from :func:`new_kept` with these sizes; receives bf16 exp(z - m_leaf).
-        absent: z of rows without a target here.
     """
     tokens, device = hidden.shape[0], hidden.device
-    stats = torch.empty((3, tokens, -(-columns // VOCAB_LEAF)), dtype=torch.float32, device=device)
-    z_target = torch.full((tokens,), absent, dtype=torch.float32, device=device)
+    stats = new_stats(tokens, columns, device)
+    z_target = torch.zeros(tokens, dtype=torch.float32, device=device)
     if tokens and columns:
         torch.ops.rlk.sm90_statistics(
-            matrix(hidden, "hidden_states"),
-            matrix(weight, "lm_head_weight")[:columns],
-            targets.contiguous(),
-            temperature,
-            columns,
-            _ints(1, device),
-            stats,
-            z_target,
-            kept,
-        )
+            matrix(hidden, "hidden_states"), matrix(weight, "lm_head_weight")[:columns], targets.contiguous(),
+            temperature, 0, columns, None, 0, _ints(1, device), stats, z_target, kept,
+        )  # fmt: skip
     return stats, z_target
 
 
-def whole_rows(stats: torch.Tensor, z_target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One rank owns the vocabulary: (m [T], (logp, lse, entropy, log l) [4, T]) in one pass over the leaves."""
-    tokens = stats.shape[1]
-    m = torch.empty(tokens, dtype=torch.float32, device=stats.device)
-    out = torch.empty((4, tokens), dtype=torch.float32, device=stats.device)
-    if tokens:
-        torch.ops.rlk.sm90_merge(stats, z_target, m, out)
-    return m, out
+def slot_stats(
+    slots: Slots,
+    weight: torch.Tensor,
+    start: int,
+    columns: int,
+    first: int = 0,
+    count: int | None = None,
+    kept: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Leaf statistics of the slots ``first`` to ``first + count``; z of their targets goes to ``slots.z_target``.
+
+    Args:
+        start: global column of the first row of ``weight``.
+    """
+    part = slice(first, slots.hidden.shape[0] if count is None else min(first + count, slots.hidden.shape[0]))
+    hidden = slots.hidden[part]
+    stats = new_stats(hidden.shape[0], columns, hidden.device)
+    if columns:
+        counter = slots.active[1:2] if first == 0 else _ints(1, hidden.device)
+        torch.ops.rlk.sm90_statistics(
+            hidden, matrix(weight, "lm_head_weight")[:columns], slots.targets[part],
+            None if slots.temperature is None else slots.temperature[part], start, columns, slots.active, first,
+            counter, stats, slots.z_target[part], kept,
+        )  # fmt: skip
+    return stats
+
+
+def merge(slots: Slots, stats: torch.Tensor, out: torch.Tensor, first: int = 0) -> None:
+    """(logp, lse, entropy, m, log l) of the slots from ``first`` on, into ``out`` [5, T] (one rank)."""
+    part = slice(first, first + stats.shape[1])
+    torch.ops.rlk.sm90_merge(stats, slots.z_target[part], slots.active, first, slots.order[part], out)
+
+
+def row_table(
+    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    upstream: tuple[torch.Tensor | None, ...],
+    slots: Slots,
+    start: int,
+    first: int = 0,
+    count: int | None = None,
+) -> torch.Tensor:
+    """What the gradient of a row needs, [count, 8] by slot.
+
+    Args:
+        out: (m, log l, entropy), [T] each by row; upstream: (g_logp, g_lse, g_ent) by row, ``None`` for zero.
+        start: global column of the first row of the weight.
+    """
+    m, log_l, entropy = out
+    part = slice(first, slots.hidden.shape[0] if count is None else min(first + count, slots.hidden.shape[0]))
+    table = torch.empty((part.stop - part.start, 8), dtype=torch.float32, device=m.device)
+    grads = (None if g is None else g.to(torch.float32) for g in upstream)
+    torch.ops.rlk.sm90_row_table(
+        slots.targets[part], None if slots.temperature is None else slots.temperature[part], start, m, log_l, entropy,
+        *grads, slots.order[part], slots.active, first, table,
+    )  # fmt: skip
+    return table
 
 
 def make_gradients(
-    kept: torch.Tensor,
-    stats: torch.Tensor,
-    temperature: torch.Tensor | None,
-    targets: torch.Tensor,
-    state: torch.Tensor,
-    grads: torch.Tensor,
+    kept: torch.Tensor, stats: torch.Tensor, table: torch.Tensor, active: torch.Tensor | None = None, first: int = 0
 ) -> None:
-    """Kept bf16 exp(z - m_leaf) [T, columns] becomes d in place. state, grads: [3, T] fp32."""
+    """Kept bf16 exp(z - m_leaf) [T, columns] becomes d in place; rows after the last active one become zero, as far as
+    the product over tokens reads them."""
     if kept.numel():
-        table = torch.empty((kept.shape[0], 8), dtype=torch.float32, device=kept.device)
-        torch.ops.rlk.sm90_gradient_(
-            kept, targets.contiguous(), temperature, stats, state.contiguous(),
-            grads.contiguous(), table,
-        )  # fmt: skip
+        torch.ops.rlk.sm90_gradient_(kept, stats, active, first, table)
+
+
+def rounded(values: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """bf16 of the row ``place[i]`` of fp32 ``values`` [T, H] in row i, zeros where it is -1."""
+    out = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
+    torch.ops.rlk.sm90_place(values, place, out)
+    return out
 
 
 def products(
@@ -152,6 +254,8 @@ def products(
     dw: torch.Tensor | None = None,
     dw_accumulate: bool = False,
     dw_init: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
+    skipped: int = 0,
 ) -> None:
     """``dh`` [T, H] fp32 from the columns [first, last) of ``dlogits`` [T, V] and ``weight`` [V, H], and ``dw`` [V, H].
 
@@ -159,6 +263,7 @@ def products(
         dh_continues: add to ``dh`` instead of starting from its first block.
         dw: bf16, or fp32 with ``dw_accumulate`` for ``dw += sum``.
         dw_init: fp32 [V, H] the chain over tokens continues from (token chunks); the result equals one chain.
+        active, skipped: only the first ``active[0] - skipped`` tokens take part.
     """
     tokens, width = hidden.shape
     last = dlogits.shape[1] if last is None else last
@@ -170,7 +275,7 @@ def products(
     def launch(counter: torch.Tensor, dh: torch.Tensor | None, dw: torch.Tensor | None) -> None:
         torch.ops.rlk.sm90_backward(
             dlogits, weight, hidden, counter, first, last - first, dh, dh_continues,
-            counters[4:] if dh is not None else None, dw, dw_accumulate, dw_init,
+            counters[4:] if dh is not None else None, dw, dw_accumulate, dw_init, active, skipped,
         )  # fmt: skip
 
     # Few tiles of dH leave processors idle at the end: tiles of dW fill them. Many do not.
@@ -200,22 +305,12 @@ def _new_total(hidden: torch.Tensor, empty: bool) -> torch.Tensor:
     return make(hidden.shape, dtype=torch.float32, device=hidden.device)
 
 
-def backward_kept(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    dlogits: torch.Tensor,
-    segments: list[tuple[int, int]],
-    need_hidden: bool = True,
-    need_weight: bool = True,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Both products from d [T, columns] of :func:`make_gradients`; result as :func:`backward`."""
-    columns, tokens = dlogits.shape[1], hidden.shape[0]
-    hidden, rows = matrix(hidden, "hidden_states"), matrix(weight, "lm_head_weight")[:columns]
-    dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else None
-    if dw is not None:
-        dw[columns if tokens else 0 :].zero_()
-    target = dw[:columns] if dw is not None and columns and tokens else None
-    return both_products(hidden, rows, dlogits, segments if need_hidden else [], target), dw
+def new_weight_gradient(weight: torch.Tensor, columns: int) -> torch.Tensor:
+    """Uninitialised gradient of ``weight`` in its dtype, zero in the rows from ``columns`` on."""
+    dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    if columns < dw.shape[0]:
+        dw[columns:].zero_()
+    return dw
 
 
 def both_products(
@@ -225,18 +320,22 @@ def both_products(
     segments: list[tuple[int, int]],
     dw: torch.Tensor | None,
     dw_init: torch.Tensor | None = None,
+    dw_accumulate: bool = False,
+    active: torch.Tensor | None = None,
+    skipped: int = 0,
 ) -> torch.Tensor | None:
     """fp32 subtree of dH over ``segments`` (None without any), and ``dw`` unless it is ``None`` (:func:`products`)."""
+    common: dict[str, Any] = {"dw_init": dw_init, "dw_accumulate": dw_accumulate, "active": active, "skipped": skipped}
     tree = _Tree()
     for begin, end in segments:
         empty = end <= begin or not hidden.shape[0]
         total = _new_total(hidden, empty)
         if not empty:  # the first launch makes dW too
-            products(dlogits, weight, hidden, first=begin, last=end, dh=total, dw=dw, dw_init=dw_init)
+            products(dlogits, weight, hidden, first=begin, last=end, dh=total, dw=dw, **common)
             dw = None
         tree.push(total)
     if dw is not None:
-        products(dlogits, weight, hidden, dw=dw, dw_init=dw_init)
+        products(dlogits, weight, hidden, dw=dw, **common)
     return tree.finished[0][1] if segments else None
 
 
@@ -263,13 +362,35 @@ def backward(
         state: (m, log l, entropy) [3, T] of the forward pass; grads: upstream (g_logp, g_lse, g_ent) [3, T].
         segments: ranges of columns that are not padding, a power of two of them.
     """
+    hidden, targets = matrix(hidden, "hidden_states"), targets.contiguous()
+    table = torch.empty((hidden.shape[0], 8), dtype=torch.float32, device=hidden.device)
+    torch.ops.rlk.sm90_row_table(targets, temperature, 0, *state, *grads, None, None, 0, table)
+    columns = max((end for _, end in segments), default=0) if hidden.shape[0] else 0
+    dw = new_weight_gradient(weight, columns) if need_weight else None
+    return recomputed(hidden, weight, temperature, targets, 0, table, segments, dw, need_hidden=need_hidden), dw
+
+
+def recomputed(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    temperature: torch.Tensor | None,
+    targets: torch.Tensor,
+    start: int,
+    table: torch.Tensor,
+    segments: list[tuple[int, int]],
+    dw: torch.Tensor | None,
+    *,
+    dw_accumulate: bool = False,
+    active: torch.Tensor | None = None,
+    need_hidden: bool = True,
+) -> torch.Tensor | None:
+    """fp32 subtree of dH over ``segments`` from logits made again, a chunk of the vocabulary at a time; fills ``dw``.
+
+    Args:
+        start: what to subtract from ``targets`` to have columns of ``weight``; table: of :func:`row_table`.
+    """
     tokens, width = hidden.shape
-    hidden, rows = matrix(hidden, "hidden_states"), matrix(weight, "lm_head_weight")
-    targets = targets.contiguous()
-    state, grads = state.contiguous(), grads.contiguous()
-    dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else None
-    if dw is not None:
-        dw[max((end for _, end in segments), default=0) if tokens else 0 :].zero_()
+    rows = matrix(weight, "lm_head_weight")
     step = _chunk_columns(tokens, width)
     widest = max((min(step, end - begin) for begin, end in segments), default=0)
     buffer = torch.empty(tokens * kept_columns(max(widest, 0)), dtype=torch.bfloat16, device=hidden.device)
@@ -282,16 +403,16 @@ def backward(
             stride = kept_columns(last - first)
             dlogits = buffer[: tokens * stride].view(tokens, stride)[:, : last - first]
             torch.ops.rlk.sm90_recompute(
-                hidden, rows[first:last], targets, temperature, first, last - first, _ints(1, hidden.device),
-                state, grads, dlogits,
+                hidden, rows[first:last], targets, temperature, start + first, last - first, active,
+                _ints(1, hidden.device), table, dlogits,
             )  # fmt: skip
             products(
                 dlogits, rows[first:last], hidden, dh=total, dh_continues=first > begin,
-                dw=None if dw is None else dw[first:last],
+                dw=None if dw is None else dw[first:last], dw_accumulate=dw_accumulate, active=active,
             )  # fmt: skip
         if total is not None:
             tree.push(total)
-    return tree.finished[0][1] if need_hidden else None, dw
+    return tree.finished[0][1] if need_hidden else None
 
 
 def operator():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from rl_kernel.errors import ContractError
 from rl_kernel.ops.collectives.op import all_reduce
@@ -32,6 +33,7 @@ class Call:
     ignore_index: int
     segments: int
     group: dist.ProcessGroup | None
+    accumulate: bool = False  # dW is added to weight.main_grad
 
     @property
     def rank(self) -> int:
@@ -41,112 +43,123 @@ class Call:
     def columns(self) -> int:
         return self.layout.columns(self.rank)
 
-    def active(self) -> torch.Tensor | None:
-        """Indices of the rows that take part, or None for all of them."""
-        if not bool((self.targets == self.ignore_index).any()):
-            return None
-        return (self.targets != self.ignore_index).nonzero()[:, 0]
-
-    def select(
-        self, hidden: torch.Tensor, active: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(hidden, targets, temperature) of the rows that take part."""
-        if active is None:
-            return hidden, self.targets, self.temperature
-        t = self.temperature
-        return hidden.index_select(0, active), self.targets[active], None if t is None else t[active]
-
-    def local_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        if self.group is None:
-            return targets  # what is no column of this rank is never met
-        return shards.local_targets(targets, self.layout.borders[self.rank], self.columns)
+    @property
+    def start(self) -> int:
+        return self.layout.borders[self.rank]
 
     def local_segments(self) -> list[tuple[int, int]]:
         return self.layout.local_segments(self.rank, self.segments)
 
-    def fits(self, tokens: int) -> bool:
-        """Whether the kept logits of ``tokens`` rows are within the workspace."""
-        return 2 * tokens * sm90.kept_columns(self.columns) <= sm90.WORKSPACE_BYTES
+    def kept_bytes(self, tokens: int) -> int:
+        return 2 * tokens * sm90.kept_columns(self.columns)
 
-    def rows(
+    def select(self, hidden: torch.Tensor, out: torch.Tensor) -> sm90.Slots:
+        """The rows that take part. An id outside the vocabulary has no column anywhere: its logp is NaN."""
+        absent = torch.nan if self.group is None else 0.0
+        return sm90.select(hidden, self.targets, self.temperature, self.ignore_index, out, absent)
+
+    def forward(
         self,
-        hidden: torch.Tensor,
+        slots: sm90.Slots,
         weight: torch.Tensor,
-        targets: torch.Tensor,
-        temperature: torch.Tensor | None,
+        out: torch.Tensor,
+        first: int = 0,
+        count: int | None = None,
         kept: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(m [T], (logp, lse, entropy, log l) [4, T], leaf statistics [3, T, L]) of rows that all take part."""
-        local = self.local_targets(targets)
+    ) -> torch.Tensor:
+        """(logp, lse, entropy, m, log l) of the slots from ``first`` on into ``out`` [5, T], and their statistics."""
+        stats = sm90.slot_stats(slots, weight, self.start, self.columns, first, count, kept)
         if self.group is None:
-            # An id outside the vocabulary has no column here: its logp is NaN.
-            stats, z_target = sm90.leaf_stats(hidden, weight, temperature, local, self.columns, kept, torch.nan)
-            return *sm90.whole_rows(stats, z_target), stats
-        stats, z_target = sm90.leaf_stats(hidden, weight, temperature, local, self.columns, kept)
-        finish = resolve("logp", hidden.device, torch.float32).module
-        return *shards.reduce_rows(finish, self.layout, self.group, targets, stats, z_target), stats
+            sm90.merge(slots, stats, out, first)
+            return stats
+        part = slice(first, first + stats.shape[1])
+        finish = resolve("logp", out.device, torch.float32).module
+        m, values = shards.reduce_rows(
+            finish, self.layout, self.group, slots.targets[part], stats, slots.z_target[part]
+        )
+        here = slots.order[part]
+        values = torch.stack([*values[:3], m, values[3]])
+        out[:, here] = torch.where(slots.place[here] >= 0, values, 0.0)
+        return stats
 
-    def rows_in_chunks(
-        self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same without the leaf statistics, which stay within the workspace."""
-        step = max(256, sm90.WORKSPACE_BYTES // (12 * max(1, self.layout.max_leaves())) // 256 * 256)
-        parts = [
-            self.rows(hidden[i : i + step], weight, targets[i : i + step], part_of(temperature, i, i + step))[:2]
-            for i in range(0, targets.shape[0], step)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([m for m, _ in parts]), torch.cat([out for _, out in parts], dim=1)
-
-
-def part_of(values: torch.Tensor | None, first: int, last: int) -> torch.Tensor | None:
-    return None if values is None else values[first:last]
+    def finish_hidden(self, dh: torch.Tensor, slots: sm90.Slots) -> torch.Tensor:
+        """fp32 subtrees by slot [T, H] of all ranks to the gradient of the hidden states by row."""
+        if self.group is None:
+            return sm90.rounded(dh, slots.place)
+        total = all_reduce(dh, self.group, out_dtype=slots.hidden.dtype)
+        rows = total.index_select(0, slots.place.clamp(min=0).long())
+        return torch.where((slots.place >= 0)[:, None], rows, 0.0)
 
 
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, call: Call) -> Rows:
-        # Nothing may run between the look at the targets, for which the CPU waits, and the kernel that does the work.
-        total = call.targets.shape[0]
-        keep = any(ctx.needs_input_grad[:2]) and call.fits(total)
-        kept = sm90.new_kept(total, call.columns, hidden.device) if keep else None
-        active = call.active()
-        operand, targets, temperature = call.select(hidden, active)
-        ctx.call, ctx.active, ctx.kept, ctx.stats = call, active, None, None
-        if targets.shape[0] == 0:
-            m, out = hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros((4, 0), dtype=torch.float32)
-        elif kept is not None:
-            ctx.kept = kept[: targets.shape[0]]
-            m, out, ctx.stats = call.rows(operand, weight, targets, temperature, ctx.kept)
-        else:
-            m, out = call.rows_in_chunks(operand, weight, targets, temperature)
-        m, out = shards.scatter_rows(m, active, total), shards.scatter_rows(out, active, total)
-        output = (out[0], out[1], out[2], m, out[3])
-        ctx.save_for_backward(hidden, weight, *output[2:])
+        # The GPU has nothing to do until the first kernels are launched, so what can come later does.
+        total = hidden.shape[0]
+        out = torch.empty((5, total), dtype=torch.float32, device=hidden.device)
+        ctx.call, ctx.slots, ctx.kept, ctx.stats = call, None, None, None
+        ctx.main_grad = _main_grad(weight) if call.accumulate and ctx.needs_input_grad[1] else None
+        ctx.parameter = weight if ctx.main_grad is not None else None
+        if total:
+            slots = call.select(hidden, out)
+            if any(ctx.needs_input_grad[:2]) and call.kept_bytes(total) <= sm90.WORKSPACE_BYTES:
+                ctx.kept = sm90.new_kept(total, call.columns, hidden.device)
+                ctx.stats = call.forward(slots, weight, out, kept=ctx.kept)
+            else:  # leaf statistics stay within the workspace
+                step = max(256, sm90.WORKSPACE_BYTES // (12 * max(1, call.layout.max_leaves())) // 256 * 256)
+                for first in range(0, total, step):
+                    call.forward(slots, weight, out, first, step)
+            if any(ctx.needs_input_grad[:2]):
+                ctx.slots = slots
+        output = (out[0], out[1], out[2], out[3], out[4])
+        ctx.save_for_backward(weight, *output[2:])
         ctx.mark_non_differentiable(*output[3:])
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, entropy, m, log_l = ctx.saved_tensors
-        call, active, needs = ctx.call, ctx.active, ctx.needs_input_grad[:2]
+        weight, entropy, m, log_l = ctx.saved_tensors
+        call, slots, (need_hidden, need_weight) = ctx.call, ctx.slots, ctx.needs_input_grad[:2]
         kept, stats, ctx.kept, ctx.stats = ctx.kept, ctx.stats, None, None  # a second backward recomputes
-        state, grads = torch.stack([m, log_l, entropy]), shards.upstream(upstream[:3], m)
-        operand, targets, temperature = call.select(hidden, active)
-        if active is not None:
-            state, grads = state[:, active], grads[:, active]
-        local = call.local_targets(targets)
+        columns = call.columns
+        if slots is None:  # no rows
+            dw = torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_weight else None
+            return weight.new_zeros((0, weight.shape[1])) if need_hidden else None, dw, None
+        main_grad = ctx.main_grad if need_weight else None
+        dw = sm90.new_weight_gradient(weight, columns) if need_weight and main_grad is None else None
+        target = dw if main_grad is None else main_grad
+        target = None if target is None or not columns else target[:columns]
+        table = sm90.row_table((m, log_l, entropy), upstream[:3], slots, call.start)
+        segments = call.local_segments() if need_hidden or kept is None else []
+        common: dict[str, Any] = {"dw_accumulate": main_grad is not None, "active": slots.active}
         if kept is not None:
-            sm90.make_gradients(kept, stats, temperature, local, state, grads)
-            dh, dw = sm90.backward_kept(operand, weight, kept, call.local_segments(), *needs)
+            sm90.make_gradients(kept, stats, table, slots.active)
+            rows = sm90.matrix(weight, "lm_head_weight")[:columns]
+            partial = sm90.both_products(slots.hidden, rows, kept, segments, target, **common)
         else:
-            dh, dw = sm90.backward(operand, weight, temperature, local, state, grads, call.local_segments(), *needs)
-        if dh is not None:
-            dh = all_reduce(dh, call.group, out_dtype=hidden.dtype)
-            if active is not None:
-                dh = torch.zeros_like(hidden, memory_format=torch.contiguous_format).index_copy_(0, active, dh)
-        return dh, dw, None
+            partial = sm90.recomputed(
+                slots.hidden, weight, slots.temperature, slots.targets, call.start, table, segments, target,
+                need_hidden=need_hidden, **common,
+            )  # fmt: skip
+        if main_grad is not None and hasattr(ctx.parameter, "grad_added_to_main_grad"):
+            # Megatron's hooks run when a gradient arrives; with this flag they do not read it.
+            ctx.parameter.grad_added_to_main_grad = True
+            dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        return call.finish_hidden(partial, slots) if need_hidden else None, dw, None
+
+
+def _main_grad(weight: torch.Tensor) -> torch.Tensor:
+    """The fp32 buffer into which Megatron sums the gradient of ``weight``."""
+    found = getattr(weight, "main_grad", None)
+    if found is None:
+        raise ContractError("accumulate_main_grad: lm_head_weight has no main_grad; wrap the model in Megatron's DDP")
+    if found.dtype != torch.float32 or found.shape != weight.shape or not found.is_contiguous():
+        raise ContractError(
+            f"accumulate_main_grad: main_grad {found.dtype} {tuple(found.shape)} must be contiguous float32 of shape "
+            f"{tuple(weight.shape)}"
+        )
+    return found
 
 
 def run(
@@ -158,72 +171,78 @@ def run(
     ignore_index: int,
     segments: int,
     group: dist.ProcessGroup | None,
+    accumulate: bool = False,
 ) -> Rows:
     """(logp, lse, entropy, m, log l), [T] each: linear_logp with the schedule that the workspace allows.
 
-    ``temperature``: [T] fp32, or None for 1.
+    ``temperature``: [T] fp32, or None for 1. ``accumulate``: add the weight's gradient to ``weight.main_grad``.
     """
     group = group if group is not None and group.size() > 1 else None
-    return _LinearLogp.apply(hidden, weight, Call(targets, temperature, layout, ignore_index, segments, group))
+    call = Call(targets, temperature, layout, ignore_index, segments, group, accumulate)
+    return _LinearLogp.apply(hidden, weight, call)
 
 
 # loss(rows, logp, entropy) -> (sum of the losses of these rows, metrics by name as sums): differentiable torch code.
-# rows: indices of the tokens, without those to ignore.
-TokenLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+# rows: index of the tokens, a slice or int64; tokens to ignore are among them and must add zero.
+TokenLoss = Callable[[slice | torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+def _chunk_rows(call: Call, tokens: int, width: int) -> int:
+    """Tokens of one chunk. Chunks need an fp32 copy of the weight's gradient, so one chunk may use its memory, too."""
+    leaves = 12 * call.layout.max_leaves()
+    row = 2 * sm90.kept_columns(call.columns) + leaves
+    if tokens * row <= sm90.WORKSPACE_BYTES + 4 * call.columns * width:
+        return tokens
+    return max(256, sm90.WORKSPACE_BYTES // row // 256 * 256)
 
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, call: Call, loss: TokenLoss, out: dict) -> Any:
-        total_rows, device, columns = call.targets.shape[0], hidden.device, call.columns
-        active = call.active()
-        operand, targets, temperature = call.select(hidden, active)
-        operand, matrix = sm90.matrix(operand, "hidden_states"), sm90.matrix(weight, "lm_head_weight")[:columns]
-        tokens, stride = targets.shape[0], sm90.kept_columns(columns)
-        step = sm90.WORKSPACE_BYTES // (2 * stride + 12 * call.layout.max_leaves())
-        step = max(256, min(step // 256 * 256, (tokens + 255) // 256 * 256))
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, call: Call, loss: TokenLoss, result: dict) -> Any:
+        (tokens, width), device, columns = hidden.shape, hidden.device, call.columns
+        out = torch.empty((5, tokens), dtype=torch.float32, device=device)
+        value = torch.zeros((), dtype=torch.float32, device=device)
+        dw = sm90.new_weight_gradient(weight, columns if tokens else 0)
+        if not tokens:
+            ctx.save_for_backward(torch.zeros_like(hidden), dw)
+            result["logp"] = out[0]
+            return value
+        slots = call.select(hidden, out)
+        matrix = sm90.matrix(weight, "lm_head_weight")[:columns]
+        step = _chunk_rows(call, tokens, width)
         chunks = range(0, tokens, step)
-        buffer = torch.empty(min(step, tokens) * stride, dtype=torch.bfloat16, device=device)
-        dh = torch.empty(operand.shape, dtype=hidden.dtype, device=device)
-        dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        dw[columns if tokens else 0 :].zero_()
+        buffer = sm90.new_kept(min(step, tokens), columns, device)
         carry = torch.empty(matrix.shape, dtype=torch.float32, device=device) if len(chunks) > 1 else None
-        value, logp = torch.zeros((), dtype=torch.float32, device=device), torch.empty(tokens, device=device)
+        partials = []
         for first in chunks:
-            part = slice(first, min(first + step, tokens))
-            rows, local = operand[part], call.local_targets(targets[part])
-            kept = buffer[: rows.shape[0] * stride].view(-1, stride)[:, :columns]
-            m, values, stats = call.rows(rows, matrix, targets[part], part_of(temperature, part.start, part.stop), kept)
-            index = torch.arange(part.start, part.stop, device=device) if active is None else active[part]
-            leaves = values[[0, 2]].requires_grad_()
+            last = min(first + step, tokens)
+            kept = buffer[: last - first]
+            stats = call.forward(slots, matrix, out, first, step, kept)
+            rows = slice(None) if len(chunks) == 1 else slots.order[first:last]
+            leaves = out[0].detach().requires_grad_(), out[2].detach().requires_grad_()
             with torch.enable_grad():
-                partial, metrics = loss(index, leaves[0], leaves[1])
-                (grad,) = torch.autograd.grad(partial, leaves)
-            value, logp[part] = value + partial.detach(), values[0]
+                partial, metrics = loss(rows, leaves[0][rows], leaves[1][rows])
+                grad = torch.autograd.grad(partial, leaves, allow_unused=True)
+            value = value + partial.detach()
             for name, metric in metrics.items():
-                out[name] = out[name] + metric.detach() if name in out else metric.detach()
-            grads = torch.stack([grad[0], torch.zeros_like(grad[0]), grad[1]])
-            sm90.make_gradients(
-                kept,
-                stats,
-                part_of(temperature, part.start, part.stop),
-                local,
-                torch.stack([m, values[3], values[2]]),
-                grads,
-            )
+                result[name] = result[name] + metric.detach() if name in result else metric.detach()
+            table = sm90.row_table((out[3], out[4], out[2]), (grad[0], None, grad[1]), slots, call.start, first, step)
+            sm90.make_gradients(kept, stats, table, slots.active, first)
             # The chain of dW over tokens goes on in fp32 until the last chunk.
-            target_dw, init = dw[:columns] if part.stop == tokens else carry, carry if first else None
-            dh_part = sm90.both_products(rows, matrix, kept, call.local_segments(), target_dw, init)
-            assert dh_part is not None  # dH is always asked for here
-            dh[part] = all_reduce(dh_part, call.group, out_dtype=hidden.dtype)
-        if active is not None:
-            dh = torch.zeros_like(hidden, memory_format=torch.contiguous_format).index_copy_(0, active, dh)
-            logp = shards.scatter_rows(logp, active, total_rows)
+            target, init = dw[:columns] if last == tokens else carry, carry if first else None
+            part = sm90.both_products(
+                slots.hidden[first:last], matrix, kept, call.local_segments(), target, init,
+                active=slots.active, skipped=first,
+            )  # fmt: skip
+            assert part is not None  # dH is always asked for here
+            partials.append(part)
+        dh = call.finish_hidden(partials[0] if len(partials) == 1 else torch.cat(partials), slots)
         ctx.save_for_backward(dh, dw)
-        out["logp"] = logp
+        result["logp"] = out[0]
         return value
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dh, dw = ctx.saved_tensors
         return dh * grad.to(dh.dtype), dw * grad.to(dw.dtype), None, None, None
@@ -237,10 +256,11 @@ def fused_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of a batch whose token losses are known inside: (loss, logp [T], metrics), gradients made in the forward.
 
-    Chunks of tokens, 6 THV operations, one chunk of kept logits in memory (:data:`sm90.WORKSPACE_BYTES`), and an fp32
-    copy of the weight's gradient when there is more than one chunk: the chain over tokens continues from it, so that
-    chunks change no bit. The result equals :func:`run` followed by ``loss`` and backward where ``loss`` treats rows
-    alone; the gradient is scaled by the upstream scalar in bf16 (exact for 1 and powers of two).
+    6 THV operations and bounded memory: all logits kept as bf16 where that takes no more than
+    :data:`sm90.WORKSPACE_BYTES` and an fp32 copy of the weight's gradient; otherwise chunks of tokens within the
+    workspace, and that copy: the chain over tokens continues from it, so that chunks change no bit. The result equals
+    :func:`run` followed by ``loss`` and backward where ``loss`` treats rows alone; the gradient is scaled by the
+    upstream scalar in bf16 (exact for 1 and powers of two).
     """
     if not hidden.requires_grad or not weight.requires_grad:
         raise ContractError("fused_loss: hidden_states and lm_head_weight must both require gradients")

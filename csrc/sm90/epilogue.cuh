@@ -1,0 +1,289 @@
+// What happens to the accumulators of a tile, 128 columns at a time: statistics and gradients of the vocabulary, stores.
+#pragma once
+#include "gemm_types.cuh"
+
+namespace rlk::sm90 {
+
+// Sum of the 128 columns of one leaf and row, held as 32 values by each lane of a quad: x[2 j + b] of lane q is column
+// 8 j + 2 q + b. The tree over adjacent pairs goes b, q, j; lanes swap halves of their values, so that each level costs
+// half as many exchanges as the one before.
+__device__ __forceinline__ float tree_of_quad(const float (&t)[16], int q) {
+  const bool odd = q & 1, high = q & 2;
+  float a[8];  // columns of q and q ^ 1, for j = 2 i + (q & 1)
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float keep = odd ? t[2 * i + 1] : t[2 * i], give = odd ? t[2 * i] : t[2 * i + 1];
+    a[i] = __fadd_rn(keep, __shfl_xor_sync(~0u, give, 1));
+  }
+  float c[4];  // all 8 columns, for j = 4 i + q
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float keep = high ? a[2 * i + 1] : a[2 * i], give = high ? a[2 * i] : a[2 * i + 1];
+    c[i] = __fadd_rn(keep, __shfl_xor_sync(~0u, give, 2));
+  }
+  float d[2];  // 16 columns, j / 2 = 4 i + 2 (q & 1) + (q >> 1)
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float keep = odd ? c[2 * i + 1] : c[2 * i], give = odd ? c[2 * i] : c[2 * i + 1];
+    d[i] = __fadd_rn(keep, __shfl_xor_sync(~0u, give, 1));
+  }
+  float e = __fadd_rn(high ? d[1] : d[0], __shfl_xor_sync(~0u, high ? d[0] : d[1], 2));  // j / 4 = 2 (q >> 1) + (q & 1)
+  e = __fadd_rn(e, __shfl_xor_sync(~0u, e, 1));
+  return __fadd_rn(e, __shfl_xor_sync(~0u, e, 2));
+}
+
+// 16 x 128 fp32 of one warp, as bf16 through the warp's own shared memory to global memory, 256 bytes of a row at a time.
+struct Stager {
+  uint32_t address;  // 4 KiB
+  int lane;
+
+  // 128 columns from `column` on, rows from `row` on. `out` [rows, >= cols] with rows of `stride` elements, a multiple
+  // of 8: whole groups of 8 columns are written, so up to 7 columns of padding.
+  __device__ __forceinline__ void send(
+      const float (&half)[64], __nv_bfloat16* out, int64_t stride, int rows, int cols, int row, int column) const {
+    const int quad = lane / 4, quad_lane = lane % 4;
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float* x = half + j * 4 + 2 * h;
+        const __nv_bfloat162 value = __floats2bfloat162_rn(x[0], x[1]);
+        const int r = quad + 8 * h;
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(address + r * 256 + ((j ^ quad) * 16) + quad_lane * 4),
+                     "r"(reinterpret_cast<const uint32_t&>(value))
+                     : "memory");
+      }
+    }
+    __syncwarp();
+    const int chunk = lane % 16, at = column + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int r = 2 * i + lane / 16;
+      uint4 value;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                   : "r"(address + r * 256 + ((chunk ^ (r % 8)) * 16))
+                   : "memory");
+      if (row + r < rows && at < cols) {
+        *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row + r) * stride + at) = value;
+      }
+    }
+  }
+};
+
+// Correctly rounded acc / divisor (one divisor for each of the thread's two rows): a quotient from the rounded
+// reciprocal, corrected twice, is exact unless the residual underflows or a value is not finite.
+__device__ __forceinline__ void divide_rows(float (&acc)[64], const float (&divisor)[2]) {
+  float largest = 0.0f, smallest = 1.0f;
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    largest = fmaxf(largest, fabsf(acc[i]));
+    smallest = fminf(smallest, fabsf(acc[i]));
+  }
+  const bool plain = largest < 0x1p60f && smallest > 0x1p-60f && fminf(divisor[0], divisor[1]) > 0x1p-30f &&
+      fmaxf(divisor[0], divisor[1]) < 0x1p30f;
+  if (__all_sync(~0u, plain)) {
+    const float inverse[2] = {__frcp_rn(divisor[0]), __frcp_rn(divisor[1])};
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      const float t = divisor[(i / 2) % 2], y = inverse[(i / 2) % 2];
+      float q = __fmul_rn(acc[i], y);
+      q = __fmaf_rn(__fmaf_rn(-q, t, acc[i]), y, q);
+      acc[i] = __fmaf_rn(__fmaf_rn(-q, t, acc[i]), y, q);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) acc[i] = __fdiv_rn(acc[i], divisor[(i / 2) % 2]);
+  }
+}
+
+// What the halves of a tile have in common for one thread: its two rows.
+struct TwoRows {
+  int m, n;          // where the tile starts
+  int row[2];
+  int hit[2];        // the target's column in the tile, or -1
+  float temperature[2];
+
+  __device__ __forceinline__ TwoRows() {}
+  __device__ __forceinline__ TwoRows(const Tile& tile, const Vocabulary& v, int group, int thread) : m(tile.m), n(tile.n) {
+    const int rows = tile.shape->rows;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      row[h] = m + group * 64 + (thread / 32) * 16 + (thread % 32) / 4 + 8 * h;
+      const bool inside = row[h] < rows;
+      const int64_t column = inside ? v.targets[row[h]] - v.start - n : -1;
+      hit[h] = column >= 0 && column < min(kTileN, v.columns - n) ? static_cast<int>(column) : -1;
+      temperature[h] = inside && v.temperatures != nullptr ? v.temperatures[row[h]] : 1.0f;
+    }
+  }
+};
+
+// One leaf for each of the thread's two rows: acc[4 j + 2 h + b] is column 8 j + 2 (lane % 4) + b of row h. `between`
+// runs when the arithmetic is done and only stores are left.
+template <int Kind, typename Between>
+__device__ __forceinline__ void vocabulary_leaf(
+    float (&acc)[64], int leaf, const TwoRows& two, const Shape& shape, const Problem& problem, const Vocabulary& v,
+    const Stager& stager, int group, int thread, Between between) {
+  const int lane = thread % 32, quad_lane = lane % 4, first = two.n + leaf * kLeaf;
+  if (__any_sync(~0u, two.temperature[0] != 1.0f || two.temperature[1] != 1.0f)) {  // division by one changes nothing
+    divide_rows(acc, two.temperature);
+  }
+  if (first + kLeaf > v.columns) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      if (first + (i / 4) * 8 + quad_lane * 2 + i % 2 >= v.columns) acc[i] = -INFINITY;
+    }
+  }
+  const int hit[2] = {two.hit[0] - leaf * kLeaf, two.hit[1] - leaf * kLeaf};  // outside 0 .. 127: none here
+  const bool any_hit =
+      __any_sync(~0u, static_cast<unsigned>(hit[0]) < kLeaf || static_cast<unsigned>(hit[1]) < kLeaf);  // rare
+  if constexpr (Kind == kStatistics) {
+    if (any_hit) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        const int h = (i / 2) % 2;
+        if (hit[h] == (i / 4) * 8 + quad_lane * 2 + i % 2) v.target_logit[two.row[h]] = acc[i];
+      }
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float* x = acc + 2 * h;  // x[4 j + b]
+    float leaf_max = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) leaf_max = fmaxf(leaf_max, x[(i / 2) * 4 + i % 2]);
+    leaf_max = fmaxf(leaf_max, __shfl_xor_sync(~0u, leaf_max, 1));
+    leaf_max = __fadd_rn(fmaxf(leaf_max, __shfl_xor_sync(~0u, leaf_max, 2)), 0.0f);
+    const float shift = shift_of(leaf_max);
+    if constexpr (Kind == kStatistics) {
+      float e[16], u[16];  // sums of adjacent columns
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        float product[2];
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          const float d = __fsub_rn(x[j * 4 + b], shift);
+          x[j * 4 + b] = exp_(d);
+          product[b] = __fmul_rn(x[j * 4 + b], fmaxf(d, -200.0f));  // e is 0 long before; keeps 0 * -inf out
+        }
+        e[j] = __fadd_rn(x[j * 4], x[j * 4 + 1]);
+        u[j] = __fadd_rn(product[0], product[1]);
+      }
+      const float mean = tree_of_quad(u, quad_lane), sum = tree_of_quad(e, quad_lane);
+      const int leaf_index = first / kLeaf;
+      if (two.row[h] < shape.rows && leaf_index < v.leaves) {
+        const int64_t at = static_cast<int64_t>(two.row[h]) * v.leaves + leaf_index;
+        if (quad_lane == 0) v.leaf_max[at] = leaf_max;
+        if (quad_lane == 1) v.leaf_sum[at] = sum;
+        if (quad_lane == 2) v.leaf_mean[at] = mean;
+      }
+    } else {
+      const RowGrad grad = two.row[h] < shape.rows ? load_row_grad(v.table, two.row[h]) : RowGrad{};
+      const LeafGrad gradient = LeafGrad::of(leaf_max, grad);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        float& z = x[(i / 2) * 4 + i % 2];
+        z = __bfloat162float(__float2bfloat16_rn(exp_(__fsub_rn(z, shift))));
+      }
+      if (__any_sync(~0u, grad.ent != 0.0f)) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          x[(i / 2) * 4 + i % 2] = gradient.template operator()<true>(x[(i / 2) * 4 + i % 2], grad);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          x[(i / 2) * 4 + i % 2] = gradient.template operator()<false>(x[(i / 2) * 4 + i % 2], grad);
+        }
+      }
+      if (any_hit) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          if (hit[h] == (i / 2) * 8 + quad_lane * 2 + i % 2) {
+            x[(i / 2) * 4 + i % 2] = __fadd_rn(x[(i / 2) * 4 + i % 2], grad.logp);
+          }
+        }
+      }
+    }
+  }
+  between();
+  if (Kind == kGradient || v.keep) {
+    stager.send(acc, problem.out, problem.out_stride, shape.store_rows, problem.cols,
+                two.m + group * 64 + (thread / 32) * 16, first);
+  }
+}
+
+__device__ __forceinline__ void count_up(int* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+__device__ __forceinline__ void await(const int* counter, int value) {
+  int seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+  } while (seen < value);
+}
+
+// fp32 [M, cols] <-> 128 columns of accumulators of one thread. Loads come before stores, 16 pairs at a time: a store in
+// between would order them.
+struct Pairs {
+  int row, column, rows, cols;
+
+  __device__ __forceinline__ Pairs(const Tile& tile, int half, int group, int thread)
+      : row(tile.m + group * 64 + (thread / 32) * 16 + (thread % 32) / 4),
+        column(tile.n + half * kLeaf + (thread % 4) * 2), rows(tile.shape->rows), cols(tile.problem->cols) {}
+  __device__ __forceinline__ bool inside(int i) const { return row + (i % 2) * 8 < rows && column + (i / 2) * 8 < cols; }
+  __device__ __forceinline__ int64_t at(int i) const {
+    return static_cast<int64_t>(row + (i % 2) * 8) * cols + column + (i / 2) * 8;
+  }
+  __device__ __forceinline__ void load(float (&acc)[64], const float* from) const {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      if (inside(i)) {
+        const float2 value = __ldcg(reinterpret_cast<const float2*>(from + at(i)));
+        acc[2 * i] = value.x;
+        acc[2 * i + 1] = value.y;
+      }
+    }
+  }
+  __device__ __forceinline__ void store(const float (&acc)[64], float* to, bool add) const {
+#pragma unroll
+    for (int first = 0; first < 32; first += 16) {
+      float2 before[16];
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        if (add && inside(first + i)) before[i] = __ldcg(reinterpret_cast<const float2*>(to + at(first + i)));
+      }
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        float2 value = make_float2(acc[2 * (first + i)], acc[2 * (first + i) + 1]);
+        if (add) value = make_float2(__fadd_rn(before[i].x, value.x), __fadd_rn(before[i].y, value.y));
+        if (inside(first + i)) __stcg(reinterpret_cast<float2*>(to + at(first + i)), value);
+      }
+    }
+  }
+};
+
+// 128 columns of a product. kBlocks: `first_half` waits for the blocks before, the other half says that this one is done.
+__device__ __forceinline__ void store_half(
+    float (&acc)[64], int half, const Tile& tile, const Stager& stager, uint32_t rank, int group, int thread) {
+  const Problem& problem = *tile.problem;
+  if (problem.output == kBf16) {
+    stager.send(acc, problem.out, problem.out_stride, tile.shape->rows, problem.cols,
+                tile.m + group * 64 + (thread / 32) * 16, tile.n + half * kLeaf);
+    return;
+  }
+  const bool blocks = problem.output == kBlocks;
+  const bool add = problem.output == kFloatAccumulate || (blocks && (tile.block > 0 || problem.continues != 0));
+  int* order = blocks ? problem.order + (tile.index * kCluster + static_cast<int>(rank)) * 2 + group : nullptr;
+  if (blocks && tile.block > 0 && half == 0) await(order, tile.block);  // another cluster may have made the blocks before
+  Pairs(tile, half, group, thread).store(acc, problem.out_float, add);
+  if (blocks && half == 1) {
+    __threadfence();
+    named_barrier(1 + group, 128);
+    if (thread == 0) count_up(order);
+  }
+}
+
+}  // namespace rlk::sm90

@@ -1,0 +1,7 @@
+#include "gemm_launch.cuh"
+
+namespace rlk::sm90 {
+
+void launch_gradient(const Params& params, cudaStream_t stream) { launch<kGradient, 0>(params, stream); }
+
+}  // namespace rlk::sm90

@@ -1,0 +1,41 @@
+// Launch of one matrix-product kernel. Kinds of epilogue are compiled in files of their own, side by side.
+#pragma once
+#include "gemm.cuh"
+#include "tensor_map.h"
+
+#include <algorithm>
+#include <mutex>
+
+namespace rlk::sm90 {
+
+void launch_statistics(const Params& params, cudaStream_t stream);
+void launch_gradient(const Params& params, cudaStream_t stream);
+
+inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+inline int64_t tiles(const Problem& problem) {
+  const int64_t tiles_m = ceil_div(problem.rows, kTileM), tiles_n = ceil_div(problem.cols, kTileN);
+  const int64_t blocks = problem.output == kBlocks ? ceil_div(ceil_div(problem.depth, kTileK), kBlockTiles) : 1;
+  return blocks * (tiles_m / kCluster * tiles_n + tiles_m % kCluster * ceil_div(tiles_n, kCluster));
+}
+
+template <int Kind, int Edge>
+void launch(const Params& params, cudaStream_t stream) {
+  static std::once_flag once;
+  static int processors = 0;
+  std::call_once(once, [] {
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
+    check(cudaFuncSetAttribute(gemm_kernel<Kind, Edge>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared),
+          "shared memory");
+  });
+  int64_t count = 0;
+  for (int i = 0; i < params.problems; ++i) count += tiles(params.problem[i]);
+  if (count == 0) return;
+  const int clusters = static_cast<int>(std::min<int64_t>(processors / kCluster, count));
+  gemm_kernel<Kind, Edge><<<clusters * kCluster, kThreads, kBytesShared, stream>>>(params);
+  check(cudaGetLastError(), "matrix product launch");
+}
+
+}  // namespace rlk::sm90

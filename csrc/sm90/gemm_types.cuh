@@ -1,0 +1,129 @@
+// What the parts of the matrix-product kernels share: the problem, where a tile lies, and the ring of stages.
+#pragma once
+#include "arith.cuh"
+#include "ptx.cuh"
+
+#include <climits>
+
+namespace rlk::sm90 {
+
+constexpr int kTileM = 128, kTileN = 256, kTileK = 64, kStages = 4, kCluster = 2, kThreads = 384;
+constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2, kBytesStage = kBytesA + kBytesB;
+constexpr int kBytesStaging = 64 * kLeaf * 2;  // for one consumer warpgroup
+constexpr int kTileSlots = 2;
+constexpr int kBytesShared = kStages * kBytesStage + 2 * kBytesStaging + 256 + 1024;
+
+enum Epilogue { kStatistics = 0, kGradient = 1, kStore = 2 };
+enum Output { kBf16 = 0, kFloat = 1, kFloatAccumulate = 2, kBlocks = 3 };
+enum Dynamic { kFixed = 0, kRows = 1, kDepth = 2 };  // which size of a product the number of active rows limits
+
+// kBlocks: k is cut into blocks of this many tiles; each block is a chain of its own, added to out_float in order.
+constexpr int kBlockTiles = 16384 / kTileK;
+
+struct Problem {
+  CUtensorMap a, b;
+  __nv_bfloat16* out;       // kBf16: [M, N]
+  int64_t out_stride;
+  int rows, cols, depth;    // M, N, K
+  int group;                // tiles of 256 columns side by side in the raster; even
+  int dynamic;              // Dynamic
+  int k_begin;
+  int transposed_a;         // A is MN-major
+  int output;               // Output
+  float* out_float;         // [M, N]
+  const float* init;        // [M, N] or null: value of the accumulators before k_begin
+  int continues;            // kBlocks: the first block is added to out_float as well
+  int* order;               // kBlocks: zeros, 4 for each tile of a cluster: blocks finished
+};
+
+struct Vocabulary {
+  int columns, leaves;    // local columns that are real vocabulary; leaves of the local shard
+  int keep;               // write bf16 exp(z - leaf_max)
+  int64_t start;          // subtracted from targets
+  const int64_t* targets;                                // [M]
+  const float* temperatures;                             // [M], or null for 1
+  float *leaf_max, *leaf_sum, *leaf_mean, *target_logit;  // [M, leaves] and [M]
+  const float* table;                                    // [M, 8], RowGrad
+};
+
+struct Params {
+  Problem problem[2];
+  int problems;
+  Vocabulary vocabulary;
+  const int* active;       // active rows, or null for all
+  int skipped;             // of them, rows in front of this problem's first one
+  int* counter;            // zero at launch
+};
+
+// Sizes of a problem, known when the kernel starts. Tiles are numbered over clusters.
+struct Shape {
+  int rows, store_rows;    // rows that count; rows to write (kGradient: up to whole tiles of k of the next product)
+  int pairs, odd;          // tiles of 256 rows; 1: 128 more, there a cluster computes 128 x 512, without sharing
+  int tiles_n, tiles_k;
+  int tiles, all_tiles;    // of one block of k, of all
+
+  __device__ void set(const Problem& problem, int active) {
+    rows = problem.dynamic == kRows ? min(problem.rows, active) : problem.rows;
+    const int depth = problem.dynamic == kDepth ? min(problem.depth, active) : problem.depth;
+    store_rows = min(problem.rows, (rows + kTileK - 1) / kTileK * kTileK);
+    const int tiles_m = (rows + kTileM - 1) / kTileM;
+    pairs = tiles_m / kCluster;
+    odd = tiles_m % kCluster;
+    tiles_n = (problem.cols + kTileN - 1) / kTileN;
+    tiles_k = (depth + kTileK - 1) / kTileK;
+    tiles = pairs * tiles_n + odd * ((tiles_n + kCluster - 1) / kCluster);
+    all_tiles = problem.output == kBlocks ? tiles * ((tiles_k + kBlockTiles - 1) / kBlockTiles) : tiles;
+  }
+};
+
+struct Tile {
+  const Problem* problem;
+  const Shape* shape;
+  int m, n;
+  int k_first, k_tiles;  // first k and number of k tiles
+  int block, index;      // kBlocks: block of k, and which tile of the cluster
+  bool shares;           // the blocks of the cluster have the columns of B in common
+};
+
+__device__ __forceinline__ Tile locate(const Params& params, const Shape* shapes, int id, uint32_t rank) {
+  const int which = id >= shapes[0].all_tiles, local_id = which ? id - shapes[0].all_tiles : id;
+  const Problem& problem = params.problem[which];
+  const Shape& shape = shapes[which];
+  int local = local_id;
+  Tile tile{&problem, &shape, 0, 0, problem.k_begin, shape.tiles_k, 0, local, true};
+  if (problem.output == kBlocks) {
+    tile.block = local / shape.tiles;
+    tile.index = local = local % shape.tiles;
+    tile.k_first += tile.block * kBlockTiles * kTileK;
+    tile.k_tiles = min(kBlockTiles, shape.tiles_k - tile.block * kBlockTiles);
+  }
+  // Raster: groups of columns; in a group pairs of row tiles, then the odd row tile, so that B stays in L2.
+  const int per_group = shape.pairs * problem.group + shape.odd * (problem.group / kCluster);
+  const int group = local / per_group, inside = local % per_group, first = group * problem.group;
+  const int width = min(problem.group, shape.tiles_n - first), wide = inside - shape.pairs * width;
+  if (wide >= 0) {
+    tile.m = shape.pairs * kCluster * kTileM;
+    tile.n = (first + wide * kCluster + static_cast<int>(rank)) * kTileN;
+    tile.shares = false;
+  } else {
+    tile.m = (inside / width * kCluster + static_cast<int>(rank)) * kTileM;
+    tile.n = (first + inside % width) * kTileN;
+  }
+  return tile;
+}
+
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+  __device__ __forceinline__ void skip(int count) {
+    for (; count > 0; --count) next();
+  }
+};
+
+}  // namespace rlk::sm90
