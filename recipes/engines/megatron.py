@@ -4,8 +4,8 @@ One :class:`MegatronEngine` lives in each training process. It computes log-prob
 contract, so they have the bits that the rollout engine recorded, and trains with Megatron's DDP and optimizer.
 
 Reading order: :mod:`megatron_model` (the model, hidden states, the LM head), :mod:`megatron_layers` (strict modules and
-the layer spec), :mod:`megatron_weights` (Hugging Face names), :mod:`megatron_optim`, :mod:`megatron_cp`, and
-:mod:`megatron_cpu` for what a machine without an accelerator needs.
+the layer spec), :mod:`megatron_weights` (Hugging Face names), :mod:`megatron_optim`, :mod:`megatron_cp`,
+:mod:`megatron_native` (the stock control), and :mod:`megatron_cpu` for what a machine without an accelerator needs.
 """
 
 from __future__ import annotations
