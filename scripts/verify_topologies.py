@@ -11,8 +11,8 @@ All must have the bits of all others. Controls that must not: stock operators, a
 ``loop-*``: the product's own entry point, training layout by rollout TP, three updates each. mismatch_count must be 0,
 and step 0, which has the same weights and seeds in every row, must draw the same responses.
 
-Names choose parts or single loop rows; what was measured before stays, with its commit. A row that fails is written as
-FAIL, never left out.
+Names choose parts or single rows; what was measured before stays, with its commit. A row that fails is written as FAIL,
+never left out.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,14 @@ class Layout:
 
 
 LAYOUTS = (Layout(4, 2), Layout(8, 1), Layout(2, 4), Layout(1, 8))
+LOGPROBS = (
+    *(f"logprobs rollout TP{tp}" for tp in ROLLOUT_TP),
+    *(f"logprobs training TP{layout.tp}/CP{layout.cp}" for layout in (Layout(), *LAYOUTS)),
+    "logprobs control: training TP1, virtual TP 1",
+    "logprobs control: training TP1, stock",
+    "logprobs control: rollout TP1, virtual TP 1",
+    "logprobs control: rollout TP1, stock",
+)
 
 
 # ---------------------------------------------------------------------- the same weights and tokens everywhere
@@ -187,8 +196,8 @@ def _differ(version: list[np.ndarray], samples: list[Sample]) -> int:
     return sum(int((a.view(np.int32) != b.view(np.int32)).sum()) for a, b in pairs)
 
 
-def compare_logprobs(folder: Path) -> list[dict[str, Any]]:
-    """One row for each topology."""
+def compare_logprobs(folder: Path, wanted: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
+    """A row for each wanted topology, as soon as it is there; rollout TP1, the reference, is always one."""
     megatron_ranks.TIMEOUT_S = LIMIT_S
     megatron_ranks.run(1, write_weights, folder)
     first = _draw(1, folder)
@@ -203,15 +212,14 @@ def compare_logprobs(folder: Path) -> list[dict[str, Any]]:
         same = [s.response_ids for v in drawn for s in v] == [s.response_ids for v in first for s in v]
         differing = sum(_differ(a, b) for a, b in zip(logp, first)) if same else None
         good = (differing != 0) if control else (differing == 0 and digests == reference)
-        found = {
+        return {
             "name": name,
+            "control": control,
             "tokens": tokens,
             "differing": differing,  # None: other tokens were drawn
             "hashes": digests,
             "verdict": "pass" if good else "FAIL",
         }
-        print(json.dumps(found), flush=True)
-        return found
 
     def trained(layout: Layout) -> list[list[np.ndarray]]:
         ranks = megatron_ranks.run(layout.train.world_size, train_logp, layout, folder)
@@ -221,18 +229,21 @@ def compare_logprobs(folder: Path) -> list[dict[str, Any]]:
         return [[s.rollout_logp for s in samples] for samples in drawn]
 
     reference = [_digest(a, b) for a, b in zip(logp_of(first), first)]
-    rows = [row("rollout TP1", logp_of(first), first)]
+    yield row(LOGPROBS[0], logp_of(first), first)
     for tp in ROLLOUT_TP[1:]:
-        drawn = _draw(tp, folder)
-        rows.append(row(f"rollout TP{tp}", logp_of(drawn), drawn))
+        if wanted(name := f"logprobs rollout TP{tp}"):
+            drawn = _draw(tp, folder)
+            yield row(name, logp_of(drawn), drawn)
     for layout in (Layout(), *LAYOUTS):
-        rows.append(row(f"training TP{layout.tp}/CP{layout.cp}", trained(layout), first))
-    rows.append(row("control: training TP1, virtual TP 1", trained(Layout(virtual_tp=1)), first, True))
-    rows.append(row("control: training TP1, stock", trained(Layout(mode="native")), first, True))
-    for name, mode, virtual_tp in (("virtual TP 1", "strict", 1), ("stock", "native", SEGMENTS)):
-        drawn = _draw(1, folder, mode, virtual_tp)
-        rows.append(row(f"control: rollout TP1, {name}", logp_of(drawn), drawn, True))
-    return rows
+        if wanted(name := f"logprobs training TP{layout.tp}/CP{layout.cp}"):
+            yield row(name, trained(layout), first)
+    for name, layout in zip(LOGPROBS[-4:-2], (Layout(virtual_tp=1), Layout(mode="native"))):
+        if wanted(name):
+            yield row(name, trained(layout), first, True)
+    for name, (mode, virtual_tp) in zip(LOGPROBS[-2:], (("strict", 1), ("native", SEGMENTS))):
+        if wanted(name):
+            drawn = _draw(1, folder, mode, virtual_tp)
+            yield row(name, logp_of(drawn), drawn, True)
 
 
 # ---------------------------------------------------------------------- the loop
@@ -301,14 +312,15 @@ def report(found: dict[str, Any], about: dict[str, str]) -> str:
             f"Log-probabilities of {rows[0]['tokens']:,} sampled tokens under four versions of the weights (as "
             f"initialised, after 1, 2 and 3 updates), temperature {TEMPERATURE:g}. Rollout engines draw the tokens "
             "themselves, from the same seeds; training groups compute the log-probabilities of the tokens of rollout "
-            f"TP1. Hash: of tokens and bits. Commit {rows[0]['commit']}.",
+            "TP1. Hash: of tokens and bits.",
             "",
-            "| topology | differ | hashes by version | verdict |",
-            "|---|---|---|---|",
+            "| topology | differ | hashes by version | s | commit | verdict |",
+            "|---|---|---|---|---|---|",
         ]
         for row in rows:
             differing = "other tokens" if row["differing"] is None else f"{row['differing']:,}"
-            lines.append(f"| {row['name']} | {differing} | {' '.join(row['hashes'])} | {row['verdict']} |")
+            cells = [row["name"].removeprefix("logprobs "), differing, " ".join(row["hashes"])]
+            lines.append(f"| {' | '.join(cells)} | {row['seconds']} | {row['commit']} | {row['verdict']} |")
     rows = found.get("loop", [])
     if rows:
         lines += ["", "## The loop", ""]
@@ -330,7 +342,7 @@ def report(found: dict[str, Any], about: dict[str, str]) -> str:
 def main() -> None:
     """Measure what ``--only`` names and write the report after every row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=None, help="logprobs, or substrings of loop row names")
+    parser.add_argument("--only", nargs="*", default=None, help="substrings of row names")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "topologies")
     parser.add_argument("--report", type=Path, default=ROOT / "reports" / "topologies")
     arguments = parser.parse_args()
@@ -356,10 +368,16 @@ def main() -> None:
         path.write_text(json.dumps({**found, **about}, indent=1) + "\n")
         arguments.report.with_suffix(".md").write_text(report(found, about), encoding="utf-8")
 
-    if wanted("logprobs"):
+    rows = {row["name"]: row for row in found.get("logprobs", [])}
+    started = time.time()
+    for row in compare_logprobs(folder, wanted) if any(map(wanted, LOGPROBS)) else ():
+        rows[row["name"]] = row | {"seconds": round(time.time() - started, 1), "commit": commit}
         started = time.time()
-        found["logprobs"] = [{**row, "commit": commit} for row in compare_logprobs(folder)]
-        print(f"logprobs: {time.time() - started:.0f} s", flush=True)
+        for other in rows.values():  # rows measured before, too
+            if not other["control"] and other["hashes"] != row["hashes"] and not row["control"]:
+                rows[row["name"]]["verdict"] = f"FAIL: not the bits of {other['name']}"
+        print(json.dumps(rows[row["name"]]), flush=True)
+        found["logprobs"] = [rows[name] for name in LOGPROBS if name in rows]
         write()
     runs = loop_rows()
     rows = {row["name"]: row for row in found.get("loop", [])}
