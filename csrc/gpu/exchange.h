@@ -2,6 +2,7 @@
 //
 // A symmetric buffer of every rank is mapped into every process. It holds, in this order,
 //   flags     [lanes][16] u64           step that rank r has announced to this lane, at [lane][r]
+//   steps     [lanes] u64               steps that this rank has completed; nobody else reads them
 //   mailbox   [lanes][2][ranks][items]  16 bytes each: small payloads, every 4 bytes beside the tag of their step
 //   slots     [lanes][3]                slot_bytes each: payloads, then results at result_offset
 // A lane is a thread block and its counterparts on the other ranks. Lanes share nothing, so no grid needs to be resident

@@ -52,6 +52,7 @@ class Layout:
     """Places in a symmetric buffer, in bytes."""
 
     lanes: int
+    steps_offset: int  # this rank's own counters, in memory that no engine's sleep mode can discard
     mailbox_offset: int
     mailbox_items: int
     slots_offset: int
@@ -80,14 +81,15 @@ def layout_of(ranks: int, buffer_bytes: int, lanes: int = LANES) -> Layout:
     Raises:
         ContractError: the buffer is too small for anything.
     """
-    mailbox = lanes * _FLAG_BYTES
+    steps = lanes * _FLAG_BYTES
+    mailbox = -(-(steps + 8 * lanes) // 128) * 128
     slots = mailbox + lanes * 2 * ranks * MAILBOX_ITEMS * 16
     chunk = (buffer_bytes - slots) // (lanes * SLOTS) // (4 * (ranks + 1)) // 16 * 16  # float32 values of a slice
     if chunk < 128:
         raise ContractError(
             f"RLK_COLLECTIVES_BUFFER_MIB={buffer_bytes / 2**20:g} is too small for {ranks} ranks; use at least 16"
         )
-    return Layout(lanes, mailbox, MAILBOX_ITEMS, slots, 4 * (ranks + 1) * chunk, 4 * ranks * chunk)
+    return Layout(lanes, steps, mailbox, MAILBOX_ITEMS, slots, 4 * (ranks + 1) * chunk, 4 * ranks * chunk)
 
 
 def plan(mode: int, numel: int, x_size: int, ranks: int, layout: Layout, limits: Limits) -> Plan:
@@ -119,6 +121,7 @@ class Peers:
         buffer_bytes: size of each.
         device: this rank's GPU.
         limits, lanes, timeout_s: see above.
+        steps: [lanes] int64 zeros on the GPU, made here by default.
         owner: kept alive with this object.
 
     All ranks make the same calls in the same order, as with every collective. Calls of one process may come from
@@ -135,6 +138,7 @@ class Peers:
         limits: Limits | None = None,
         lanes: int = LANES,
         timeout_s: int = 600,
+        steps: torch.Tensor | None = None,
         owner: object = None,
     ) -> None:
         self.rank, self.ranks, self.device = rank, len(buffers), device
@@ -144,9 +148,9 @@ class Peers:
         self.calls: Counter[str] = Counter()
         self._buffers = torch.tensor(buffers, dtype=torch.int64, device="cpu")
         places = asdict(self.layout)
-        del places["lanes"]
+        del places["lanes"], places["steps_offset"]
         self._places = torch.tensor(list(places.values()), dtype=torch.int64, device="cpu")
-        self._steps = torch.zeros(lanes, dtype=torch.int64, device=device)
+        self._steps = torch.zeros(lanes, dtype=torch.int64, device=device) if steps is None else steps
         self._timeout_s, self._owner = timeout_s, owner
         self._raw_stream: int | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -303,8 +307,16 @@ def _map(group: dist.ProcessGroup, device: torch.device, size: int) -> Peers:
         raise RuntimeError("symmetric memory numbers the ranks in another way than the group")
     memory.zero_()
     buffers = [address + offset for address in handle.buffer_ptrs]
-    timeout_s = _number("RLK_COLLECTIVES_TIMEOUT_S", 600)
-    return Peers(buffers, handle.rank, size, device, timeout_s=timeout_s, owner=(memory, handle))
+    layout = layout_of(group.size(), size)
+    return Peers(
+        buffers,
+        handle.rank,
+        size,
+        device,
+        timeout_s=_number("RLK_COLLECTIVES_TIMEOUT_S", 600),
+        steps=memory[layout.steps_offset :][: 8 * layout.lanes].view(torch.int64),
+        owner=(memory, handle),
+    )
 
 
 def prepare(group: dist.ProcessGroup | None, max_bytes: int | None = None) -> bool:
