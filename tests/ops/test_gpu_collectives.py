@@ -232,8 +232,11 @@ def test_gradients(two_gpus, path):
 def _unprepared(group) -> dict:
     import torch.distributed as dist
 
+    from rl_kernel.ops.collectives import triton
+
     other = dist.new_group([0, 1])
     parts = payloads(2, 4096)
+    triton.reduce_parts(parts, F32)  # a kernel cannot be loaded inside a capture
     warm = torch.zeros(1, device="cuda")
     dist.all_reduce(warm, group=other)  # NCCL itself must have started
     torch.cuda.synchronize()
