@@ -93,6 +93,8 @@ class RayTransport:
         except ray.exceptions.RayActorError as error:
             cause = getattr(error, "cause", None) or getattr(error, "__cause__", None)
             raise ActorDiedError(str(cause or error).strip().splitlines()[-1]) from None
+        except ray.exceptions.RayError as error:  # an exception that Ray cannot rebuild here
+            raise ActorFailedError(str(error)) from None
 
     def shutdown(self, actors: Sequence[Any], grace_s: float = 5.0) -> None:
         """End the actors, then Ray."""
