@@ -300,12 +300,22 @@ def _emulated(group, ranks: int) -> dict:
                 own = [torch.empty_like(total[:1]) for _ in range(ranks)]
                 gathered = [torch.empty((ranks, numel), dtype=dtype, device=device) for _ in range(ranks)]
                 torch.cuda.synchronize()
-                for r in random.sample(range(ranks), ranks):
-                    members[r].limits = limits
-                    with torch.cuda.stream(streams[r]):
-                        members[r].all_reduce(parts[r], out_dtype, sums[r])
-                        members[r].reduce_scatter(parts[r], out_dtype, own[r])
-                        members[r].all_gather(parts[r, r], gathered[r])
+                for member in members:
+                    member.limits = limits
+
+                def launch(call, parts=parts, sums=sums, own=own, gathered=gathered, out_dtype=out_dtype):
+                    # All ranks of one call before the next: loading a kernel may wait for those that run.
+                    for r in random.sample(range(ranks), ranks):
+                        with torch.cuda.stream(streams[r]):
+                            if call == "all_reduce":
+                                members[r].all_reduce(parts[r], out_dtype, sums[r])
+                            elif call == "reduce_scatter":
+                                members[r].reduce_scatter(parts[r], out_dtype, own[r])
+                            else:
+                                members[r].all_gather(parts[r, r], gathered[r])
+
+                for call in ("all_reduce", "reduce_scatter", "all_gather"):
+                    launch(call)
                 torch.cuda.synchronize()
                 everything = torch.stack([parts[r, r] for r in range(ranks)])
                 for r in range(ranks):
