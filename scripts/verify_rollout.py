@@ -99,7 +99,7 @@ def batched(engine: Any, config: Any, requests: list) -> list:
 def rollout(config: Any, path: Path) -> None:
     """All scenarios on one engine, then again on one with a small cache; samples are pickled to ``path``."""
     import rl_kernel
-    from recipes.engines.megatron_weights import init_hf_weights
+    from recipes.engines.megatron_weights import hf_shapes, initial_reader
     from recipes.engines.vllm import VllmEngine
 
     source = Requests(config, config.trainer.seed)
@@ -114,7 +114,8 @@ def rollout(config: Any, path: Path) -> None:
     )
     for name, settings in (("roomy", config.rollout), ("chunked, preempting", tight)):
         with VllmEngine(config.model, settings, config.consistency, seed=config.trainer.seed) as engine:
-            weights = init_hf_weights(config.model, config.trainer.seed)
+            read = initial_reader(config.model, config.trainer.seed, engine.device)  # as the trainer will
+            weights = {name: read(name) for name in hf_shapes(config.model)}
             engine.update_weights(weights, 0)
             del weights
             with rl_kernel.set_mode(config.consistency.mode):
