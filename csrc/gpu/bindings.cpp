@@ -9,6 +9,10 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#if defined(USE_ROCM)  // exported by torch for ROCm as well, declared for CUDA alone
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+#endif
+
 namespace rlk::gpu {
 namespace {
 
