@@ -43,7 +43,7 @@ def leaf_of(z, ROWS: tl.constexpr):
     return m, tree_sum(e, ROWS, LEAF), tree_sum(t, ROWS, LEAF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["plane"])  # follows the row count, and would have the kernel compiled anew with it
 def _leaf_stats(
     logits_ptr, temperature_ptr, stats_ptr, target_ptr, z_target_ptr,
     plane, stride, columns, leaves_total, leaf_offset, leaf_stride, first_column,
@@ -188,7 +188,7 @@ def finish(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "plane"])
 def _whole_rows(stats_ptr, z_ptr, m_ptr, out_ptr, T, plane, leaf_stride, leaves, N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     leaf = tl.arange(0, N)

@@ -46,7 +46,8 @@ def mix(value):
     return value ^ (value >> 31)
 
 
-@triton.jit
+# Row counts change from step to step of a rollout: a kernel compiled anew for each kind of count would stall it.
+@triton.jit(do_not_specialize=["B"], do_not_specialize_on_alignment=["seeds_ptr", "positions_ptr"])
 def _uniforms(seeds_ptr, positions_ptr, out_ptr, B, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < B
@@ -75,12 +76,12 @@ def weights_of(y, live):
 
 
 @triton.jit
-def log_probabilities(z, row, temperature, m_ptr, log_l_ptr, GIVEN: tl.constexpr):
+def log_probabilities(z, row, temperature, m_ptr, out_ptr, B, GIVEN: tl.constexpr):
     """y of logits z, or z itself where the caller already has log-probabilities (GIVEN)."""
     if not GIVEN:
         if temperature != 1.0:
             z = divide(z, temperature)
-        z = (z - tl.load(m_ptr + row)) - tl.load(log_l_ptr + row)
+        z = (z - tl.load(m_ptr + row)) - tl.load(out_ptr + 3 * B + row)
     return z
 
 
@@ -94,9 +95,9 @@ def _temperature(temperature_ptr, row, GIVEN: tl.constexpr):
     return temperature
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _chunk_sums(
-    logits_ptr, temperature_ptr, m_ptr, log_l_ptr, sums_ptr, stride, columns, chunks,
+    logits_ptr, temperature_ptr, m_ptr, out_ptr, sums_ptr, B, stride, columns, chunks,
     CHUNK: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -104,14 +105,14 @@ def _chunk_sums(
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     live = column < columns
     z = tl.load(logits_ptr + row * stride + column, mask=live, other=NEG_INF)
-    y = log_probabilities(z, row, _temperature(temperature_ptr, row, GIVEN), m_ptr, log_l_ptr, GIVEN)
+    y = log_probabilities(z, row, _temperature(temperature_ptr, row, GIVEN), m_ptr, out_ptr, B, GIVEN)
     tl.store(sums_ptr + row * chunks + chunk, tl.sum(weights_of(y, live), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _pick(
-    logits_ptr, temperature_ptr, uniforms_ptr, m_ptr, log_l_ptr, lse_ptr, leaf_m_ptr, sums_ptr,
-    tokens_ptr, logp_ptr, lse_out_ptr, stride, columns, chunks, leaves, leaf_stride,
+    logits_ptr, temperature_ptr, uniforms_ptr, m_ptr, out_ptr, leaf_m_ptr, sums_ptr,
+    tokens_ptr, logp_ptr, lse_ptr, B, stride, columns, chunks, leaves, leaf_stride,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LEAVES: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -127,7 +128,7 @@ def _pick(
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     live = column < columns
     z = tl.load(logits + column, mask=live, other=NEG_INF)
-    y = log_probabilities(z, row, temperature, m_ptr, log_l_ptr, GIVEN)
+    y = log_probabilities(z, row, temperature, m_ptr, out_ptr, B, GIVEN)
     token = chunk * CHUNK + tl.sum((tl.cumsum(weights_of(y, live), 0) <= rest).to(tl.int32), 0)
     if not GIVEN:
         if tl.load(temperature_ptr + row) == 0.0:
@@ -139,8 +140,8 @@ def _pick(
             x = tl.load(logits + place, mask=place < columns, other=NEG_INF)
             token = tl.min(tl.where((x == m) & (place < columns), place, columns - 1), 0)
         z_token = tl.load(logits + token)
-        tl.store(logp_ptr + row, log_probabilities(z_token, row, temperature, m_ptr, log_l_ptr, GIVEN))
-        tl.store(lse_out_ptr + row, tl.load(lse_ptr + row))
+        tl.store(logp_ptr + row, log_probabilities(z_token, row, temperature, m_ptr, out_ptr, B, GIVEN))
+        tl.store(lse_ptr + row, tl.load(out_ptr + B + row))
     tl.store(tokens_ptr + row, token.to(tl.int64))
 
 
@@ -153,7 +154,10 @@ def _search(
     out: torch.Tensor | None,
     leaf_m: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Chunk sums and search. Without ``out`` the "logits" are log-probabilities and only the tokens are written."""
+    """Chunk sums and search; m [B] and out [4, B] are those of ``whole_rows``.
+
+    Without ``out`` the "logits" are log-probabilities and only the tokens are written.
+    """
     rows, device = logits.shape[0], logits.device
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     logp, lse = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
@@ -163,17 +167,16 @@ def _search(
     chunks = triton.cdiv(columns, launch["chunk"])
     sums = torch.empty((rows, chunks), dtype=torch.int64, device=device)
     given = out is None
-    log_l, whole_lse = (None, None) if out is None else (out[3], out[1])
     leaves = 0 if leaf_m is None else leaf_m.shape[1]
     leaf_stride = 0 if leaf_m is None else leaf_m.stride(0)
     with device_guard(logits):
         _chunk_sums[(rows, chunks)](
-            logits, temperature, m, log_l, sums, logits.stride(0), columns, chunks, launch["chunk"], given,
+            logits, temperature, m, out, sums, rows, logits.stride(0), columns, chunks, launch["chunk"], given,
             **options(launch["warps"]),
         )  # fmt: skip
         _pick[(rows,)](
-            logits, temperature, uniforms, m, log_l, whole_lse, leaf_m, sums,
-            tokens, logp, lse, logits.stride(0), columns, chunks, leaves, leaf_stride,
+            logits, temperature, uniforms, m, out, leaf_m, sums,
+            tokens, logp, lse, rows, logits.stride(0), columns, chunks, leaves, leaf_stride,
             launch["chunk"], next_power_of_2(chunks), next_power_of_2(leaves), given, **options(launch["warps"]),
         )  # fmt: skip
     return tokens, logp, lse
