@@ -38,7 +38,7 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def calls(sample: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+def calls(family: str, sample: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Operator calls whose launches are audited, under the name of the operator."""
     h = 4096
     linear = backend("linear")
@@ -76,6 +76,9 @@ def calls(sample: bool) -> Iterator[tuple[str, Callable[[], object]]]:
             ),  # fmt: skip
         )
     yield "attention backward", lambda: attention.varlen_backward(q, q, kv, kv, q, t, cu)
+    if family == "sm90":
+        sm90 = importlib.import_module("rl_kernel.ops.attention.sm90_backward")
+        yield "attention backward", lambda: sm90.backward(q, q, kv, kv, q, t, cu, cu, 0.1, 4)
     if not sample:
         q64, kv64 = empty(512, 16, 64), empty(512, 8, 64)
         yield "attention", lambda: attention.varlen_forward(q64, kv64, kv64, cu)
@@ -83,8 +86,11 @@ def calls(sample: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "rms_norm", lambda: norm.forward(empty(64, h), empty(h), 1e-6, empty(64, h))
     yield "rms_norm", lambda: norm.backward(empty(64, h), None, empty(64, h), empty(h), empty(64, dtype=F32))
     position, angles = torch.zeros(64, dtype=torch.int64), empty(64, 128, dtype=F32)
-    yield "rope", lambda: rope.qk_norm_forward(
-        empty(64, 32, 128), empty(64, 8, 128), empty(128), empty(128), 1e-6, position, angles
+    yield (
+        "rope",
+        lambda: rope.qk_norm_forward(
+            empty(64, 32, 128), empty(64, 8, 128), empty(128), empty(128), 1e-6, position, angles
+        ),
     )
     yield "swiglu", lambda: swiglu.forward(empty(64, 24576))
     yield "swiglu", lambda: swiglu.backward(empty(64, 12288), empty(64, 24576))
@@ -115,7 +121,7 @@ def run(family: str, sample: bool) -> tuple[list[dict[str, object]], list[str]]:
     by_op: dict[str, list[audit.Report]] = defaultdict(list)
     seen: set[str] = set()
     records, problems = [], []
-    for op, call in calls(sample):
+    for op, call in calls(family, sample):
         with audit.record(family) as launches:
             call()
         for launch in launches:

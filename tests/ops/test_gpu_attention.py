@@ -156,6 +156,72 @@ def test_backward_is_repeatable_and_per_sequence_and_per_head(part):
     tally.done()
 
 
+def _hopper():
+    from rl_kernel.ops.attention import triton_backward
+
+    found = triton_backward.hopper(torch.device("cuda", torch.cuda.current_device()))
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found, triton_backward.portable
+
+
+def _backward_case(n, heads, kv_heads, n_keys=None, seed=0):
+    """Arguments of a backward: q and v are strided views, as an engine passes them."""
+    from rl_kernel.ops.attention import triton as op
+
+    n_keys = n_keys or n
+    q = data(sum(n), heads + 2 * kv_heads, 128, seed=seed, heavy=False)[:, :heads]
+    k = data(sum(n_keys), kv_heads, 128, seed=seed + 1, heavy=False)
+    v = data(sum(n_keys), heads + 2 * kv_heads, 128, seed=seed + 2, heavy=False)[:, -kv_heads:]
+    cu, cu_k = cumulative(n), cumulative(n_keys)
+    out, lse = op.varlen_forward(q, k, v, cu, cu_k)
+    dout = data(sum(n), heads, 128, seed=seed + 3)
+    return dout, q, k, v, out, lse, cu, cu_k, 128**-0.5, heads // kv_heads
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (32, 2)])
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [
+        ([1], None),
+        ([7], None),
+        ([796], None),
+        ([1820], None),
+        ([6827], None),
+        ([300, 0, 77, 1024, 1, 0, 640, 5, 0], None),
+        ([100, 1, 333, 0], [400, 129, 333, 50]),
+        ([1] * 130, None),
+    ],
+)
+def test_hopper_backward_has_the_bytes_of_triton(heads, queries, keys):
+    hopper, portable = _hopper()
+    case = _backward_case(queries, *heads, keys)
+    assert hopper.unusable(*case[1:4], *case[6:8]) is None
+    for name, own, other in zip(("dq", "dk", "dv"), hopper.backward(*case), portable(*case)):
+        assert differing(own, other) == 0, name
+
+
+def test_hopper_backward_never_reads_a_neighbour_and_names_what_it_cannot():
+    from rl_kernel.ops.attention import triton as op
+
+    hopper, _ = _hopper()
+    case = list(_backward_case([100, 77, 300], 32, 8))
+    clean = hopper.backward(*case)
+    for i in range(6):  # dout, q, k, v, out, lse
+        case[i] = case[i].clone()
+        case[i][177:] = float("nan")
+    for own, other in zip(clean, hopper.backward(*case)):
+        assert differing(own[:177], other[:177]) == 0
+    q, k, v, cu = case[1], case[2], case[3], case[6]
+    assert "strides" in hopper.unusable(q, k, torch.zeros(477, 8, 129, device="cuda", dtype=BF16)[..., 1:], cu, cu)
+    assert "int32" in hopper.unusable(q, k, v, cu.long(), cu)
+    assert "heads of 64" in hopper.unusable(q[..., :64], k[..., :64], v[..., :64], cu, cu)
+    assert "1 to a key head" in hopper.unusable(q, q, q, cu, cu)
+    none = torch.empty(0, 32, 128, device="cuda", dtype=BF16)
+    empty = op.varlen_backward(none, none, none[:, :8], none[:, :8], none, none[..., 0].float(), cumulative([0, 0]))
+    assert [x.shape[0] for x in empty] == [0, 0, 0]
+
+
 def _sdpa(q, k, v):
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)

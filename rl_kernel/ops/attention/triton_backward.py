@@ -3,17 +3,38 @@
 Two kernels recompute P from the log-sum-exp: one walks the query rows for a tile of keys (dK, dV), one walks the keys
 for a tile of query rows (dQ). Rows and keys are visited in ascending order of tiles that start at row 0 and key 0 of
 the sequence, so neither neighbours in the batch nor the number of heads on a rank enter the bits.
+
+On Hopper :mod:`sm90_backward` makes the same bytes faster, where it has kernels (:func:`hopper`).
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
+from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 
-from rl_kernel.triton_utils import LOG2E, device_guard, launch_row, next_power_of_2, options, tree_sum
+from rl_kernel.triton_utils import LOG2E, device_guard, is_hip, launch_row, next_power_of_2, options, tree_sum
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def hopper(device: torch.device) -> ModuleType | str:
+    """:mod:`sm90_backward`, or why ``device`` or the installed Triton cannot run it."""
+    if device.type != "cuda" or is_hip() or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"{device} is not a Hopper GPU"
+    try:
+        from rl_kernel.ops.attention import sm90_backward
+    except (ImportError, AttributeError) as error:  # Gluon is young: its names move between versions
+        reason = f"Triton {triton.__version__} has another Gluon ({error})"
+        _log.warning("attention backward runs its slower kernels: %s", reason)
+        return reason
+    return sm90_backward
 
 
 @triton.jit
@@ -143,6 +164,26 @@ def backward(
 
     Shapes as in ``attention.triton.varlen_forward``; ``dout`` and ``out`` [T, Hq, D], ``lse`` [T, Hq].
     """
+    if q.shape[0]:
+        found = hopper(q.device)
+        if not isinstance(found, str) and found.unusable(q, k, v, cu_q, cu_k) is None:
+            return found.backward(dout, q, k, v, out, lse, cu_q, cu_k, scale, group)
+    return portable(dout, q, k, v, out, lse, cu_q, cu_k, scale, group)
+
+
+def portable(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    scale: float,
+    group: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`backward` by the Triton kernels of this file, for every GPU, head size and group."""
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
     dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
