@@ -17,6 +17,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import os
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -49,6 +50,8 @@ FAST_ORDER = {
     "sm90": ("sm90", "library", "triton", "torch"),
     "gfx942": ("triton", "torch"),
 }
+# Backends that "auto" leaves out, which backend="..." still selects; RLK_BACKENDS=linear.sm90 lets it choose that one.
+OPT_IN = {"linear.sm90"} - set(os.environ.get("RLK_BACKENDS", "").split(","))
 ALL_BACKENDS = ("sm90", "library", "triton", "native", "reference", "torch")
 
 
@@ -147,6 +150,8 @@ def _resolve(request: Request, backend: str, mode: str) -> Choice:
         order = (FAST_ORDER if mode == "fast" else STRICT_ORDER)[request.family]
     passed: list[tuple[str, str]] = []
     for name in order:
+        if f"{request.op}.{name}" in OPT_IN:
+            continue
         found = _check(request, name)
         if isinstance(found, ModuleType):
             # A missing file is a gap of the package, not of this machine: only the latter counts as a fallback.

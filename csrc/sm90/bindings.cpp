@@ -264,6 +264,21 @@ void few_rows_op(Tensor x, Tensor w, int64_t segments, Tensor out) {
   few_rows(matrix(x, "x"), matrix(w, "w"), static_cast<int>(segments), to, wide, stream_of(x));
 }
 
+void segments_op(Tensor a, Tensor b, bool transposed, int64_t segments_count, int64_t parts, Tensor out) {
+  const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
+  const bool wide = out.scalar_type() == ScalarType::Float;
+  void* to = wide ? static_cast<void*>(floats(out, "out")) : data<void>(out, "out", ScalarType::BFloat16);
+  const int64_t depth = b.size(transposed ? 0 : 1), columns = b.size(transposed ? 1 : 0);
+  STD_TORCH_CHECK(a.size(1) == depth && out.dim() == 2 && out.size(0) == a.size(0) && out.size(1) == columns &&
+                      columns % 8 == 0,
+                  "segments: a [M, K], b [N, K] or transposed [K, N], out [M, N], N a multiple of 8");
+  STD_TORCH_CHECK((segments_count == 2 || segments_count == 4 || segments_count == 8) && parts >= 1 && depth > 0 &&
+                      depth % (segments_count * parts * 64) == 0,
+                  "segments: 2, 4 or 8 segments, whose slice of each part is a multiple of 64");
+  segments(matrix(a, "a"), matrix(b, "b"), transposed, static_cast<int>(segments_count), static_cast<int>(parts), to,
+           wide, stream_of(a));
+}
+
 void exp_op(Tensor x, Tensor y) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   elementwise(floats(x, "x"), floats(y, "y"), x.numel(), false, stream_of(x));
@@ -309,6 +324,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
       "sm90_logits_statistics(Tensor logits, Tensor? targets, Tensor? temperatures, int columns, Tensor(a!) stats,"
       " Tensor(b!)? target_logit) -> ()");
   m.def("sm90_few_rows(Tensor x, Tensor w, int segments, Tensor(a!) out) -> ()");
+  m.def("sm90_segments(Tensor a, Tensor b, bool transposed, int segments, int parts, Tensor(a!) out) -> ()");
   m.def("sm90_exp(Tensor x, Tensor(a!) y) -> ()");
   m.def("sm90_log(Tensor x, Tensor(a!) y) -> ()");
 }
@@ -326,6 +342,7 @@ STABLE_TORCH_LIBRARY_IMPL(rlk, CUDA, m) {
   m.impl("sm90_tree_nodes", TORCH_BOX(&nodes_op));
   m.impl("sm90_finish", TORCH_BOX(&finish_op));
   m.impl("sm90_few_rows", TORCH_BOX(&few_rows_op));
+  m.impl("sm90_segments", TORCH_BOX(&segments_op));
   m.impl("sm90_exp", TORCH_BOX(&exp_op));
   m.impl("sm90_log", TORCH_BOX(&log_op));
 }

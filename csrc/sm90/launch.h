@@ -91,6 +91,9 @@ void gradient_in_place(Rows rows, Matrix kept, cudaStream_t stream);
 void logits_statistics(Rows rows, Matrix logits, cudaStream_t stream);
 // out[M, N] = x[M, K] w[N, K]^T for M up to 64; K in segments of a multiple of 128, merged in a tree.
 void few_rows(Matrix x, Matrix w, int segments, void* out, bool wide, cudaStream_t stream);
+// out[M, N] = a[M, K] b[N, K]^T, or a[M, K] b[K, N] when transposed. K has `parts` equal parts; segment s is slice s of
+// each part, one chain; 2, 4 or 8 segments merge in a tree. A slice is a multiple of 64, N one of 8.
+void segments(Matrix a, Matrix b, bool transposed, int count, int parts, void* out, bool wide, cudaStream_t stream);
 void elementwise(const float* x, float* y, int64_t count, bool logarithm, cudaStream_t stream);
 
 }  // namespace rlk::sm90

@@ -138,7 +138,9 @@ def _probe_products(
 ) -> None:
     """Let cuBLASLt's probe see, before any CUDA graph is captured, every size of batch that ``layer`` can meet."""
     weight = layer.weight.data
-    if not weight.is_cuda or registry.resolve("linear", weight.device, weight.dtype).backend != "library":
+    if not weight.is_cuda or not getattr(
+        registry.resolve("linear", weight.device, weight.dtype).module, "uses_library", False
+    ):
         return
     from vllm.config import get_current_vllm_config_or_none
 

@@ -9,6 +9,8 @@ from rl_kernel.errors import ContractError
 from rl_kernel.ops.linear import triton as own
 from rl_kernel.registry import Request
 
+uses_library = True  # products go to cuBLASLt, class by class: probe them before a capture
+
 
 def supports(request: Request) -> str | None:
     """``None`` when this backend can serve ``request``, else the reason why not."""

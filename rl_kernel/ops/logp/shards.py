@@ -15,6 +15,7 @@ from rl_kernel.errors import ContractError
 from rl_kernel.ops.collectives.op import gather_bytes
 from rl_kernel.ops.logp.vocab_tree import VocabLayout
 
+_layouts: dict[tuple[object, ...], VocabLayout] = {}  # of groups on accelerators: see vocab_layout
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # what float32 holds, subnormals included
 
 
@@ -22,6 +23,10 @@ def vocab_layout(
     group: dist.ProcessGroup | None, start: int, size: int, global_vocab_size: int | None, rows: int, hidden: int = 0
 ) -> VocabLayout:
     """Agree with the other ranks on who owns which columns. All ranks raise together.
+
+    Reading the other ranks' sizes from an accelerator waits for all work queued there. So a layout that was agreed on
+    is kept for each (group, start, size, global_vocab_size, hidden), if global_vocab_size is given: shards do not move
+    while a group lives. Later calls rely on the ranks having equal numbers of rows. On the CPU every call asks.
 
     Raises:
         ContractError: the shards do not tile the vocabulary, or the ranks disagree on another argument.
@@ -31,7 +36,12 @@ def vocab_layout(
             raise ContractError(f"vocab_start_index={start} needs tp_group: one rank owns the vocabulary from column 0")
         return VocabLayout((0, size), size if global_vocab_size is None else global_vocab_size)
     header = torch.tensor([start, size, -1 if global_vocab_size is None else global_vocab_size, rows, hidden])
+    key: tuple[object, ...] | None = None
     if dist.get_backend(group) != "gloo":
+        if global_vocab_size is not None:
+            key = (group, start, size, global_vocab_size, hidden)
+            if key in _layouts:
+                return _layouts[key]
         header = header.cuda()
     table = gather_bytes(header, group).tolist()
     for column, name in ((2, "global_vocab_size"), (3, "number of rows"), (4, "hidden size")):
@@ -46,7 +56,10 @@ def vocab_layout(
                 f"shards (start, columns): {[tuple(r[:2]) for r in table]}"
             )
         expected += row[1]
-    return VocabLayout((*(row[0] for row in table), expected), expected if table[0][2] < 0 else table[0][2])
+    layout = VocabLayout((*(row[0] for row in table), expected), expected if table[0][2] < 0 else table[0][2])
+    if key is not None:
+        _layouts[key] = layout
+    return layout
 
 
 def temperature_rows(temperature: float | torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,135 @@
+"""Bytes of the Hopper products of few rows and of segments, beside the Triton backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs an H100 or H200", allow_module_level=True)
+
+from rl_kernel import registry
+from rl_kernel.ops.linear import library, sm90, triton
+from rl_kernel.triton_utils import override_launch
+from tests.ops.gpu_harness import differing
+
+pytestmark = pytest.mark.gpu
+BF16, F32 = torch.bfloat16, torch.float32
+MISSING = sm90.supports(registry.Request("linear", "sm90", BF16))
+if MISSING:
+    pytest.skip(MISSING, allow_module_level=True)
+ROWS = (1, 7, 16, 33, 64, 65, 128, 200, 256, 300, 796, 1024, 1820, 6827)
+EVERYTHING = {"single": 1, "segments": 1, "dgrad": 1}
+CHAIN = {"BM": 64, "BN": 64, "BK": 64, "warps": 4, "stages": 3, "swap": 0, "group": 8, "split": 0}
+
+
+def heavy(*shape, seed=0):
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    x = torch.randn(shape, device="cuda", generator=g)
+    return (x * torch.randn(shape, device="cuda", generator=g).exp_()).bfloat16()
+
+
+def tree(leaves):
+    while len(leaves) > 1:
+        leaves = [left + right for left, right in zip(leaves[::2], leaves[1::2], strict=True)]
+    return leaves[0]
+
+
+def chains(a, b, segments, parts=1):
+    """fp32 a [M, K] @ b [K, N]: every leaf a chain of its own by Triton, then the tree."""
+    m, k = a.shape
+    a, b = a.reshape(m, parts, segments, -1), b.reshape(parts, segments, -1, b.shape[1])
+    with override_launch("linear", CHAIN):
+        return tree([
+            triton.multiply(a[:, :, s].reshape(m, -1), b[:, s].reshape(k // segments, -1), out_dtype=F32)
+            for s in range(segments)
+        ])  # fmt: skip
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4, 8])
+@pytest.mark.parametrize("n, k", [(640, 2048), (1032, 1024), (4096, 4096)])
+def test_products(n, k, segments):
+    w, other = heavy(n, k, seed=1), 0
+    for m in ROWS:
+        x = heavy(m, k, seed=m)
+        expected = chains(x, w.t(), segments)
+        with override_launch("linear_sm90", EVERYTHING):
+            for _ in range(2):
+                found = sm90.matmul(x, w, segments=segments, out_dtype=F32)
+                assert differing(found, expected) == 0, m
+                assert differing(sm90.matmul(x, w, segments=segments), expected.bfloat16()) == 0, m
+        other += differing(found, chains(x, w.t(), 2 if segments == 1 else segments // 2))
+    assert other > 0
+
+
+@pytest.mark.parametrize("segments", [2, 4, 8])
+def test_triton_agrees(segments):
+    x, w = heavy(796, 4096, seed=2), heavy(1024, 4096, seed=1)
+    with override_launch("linear_sm90", EVERYTHING):
+        found = sm90.matmul(x, w, segments=segments)
+    assert differing(found, triton.matmul(x, w, segments=segments)) == 0
+
+
+@pytest.mark.parametrize("segments", [2, 4, 8])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("n, k", [(2048, 640), (3072, 1032)])
+def test_gradient_of_x(n, k, segments, parts):
+    w = heavy(n, k, seed=1)
+    for m in (1, 65, 300, 1024, 1820):
+        dy = heavy(m, n, seed=m)
+        expected = chains(dy, w, segments, parts)
+        with override_launch("linear_sm90", EVERYTHING):
+            found = sm90.dgrad(dy, w, segments=segments, parts=parts, out_dtype=F32)
+            rounded = sm90.dgrad(dy, w, segments=segments, parts=parts)
+        assert differing(found, expected) == 0, m
+        assert differing(rounded, expected.bfloat16()) == 0, m
+
+
+def test_strided_rows():
+    wide, w = heavy(500, 4096, seed=3), heavy(512, 4096, seed=4)
+    x, part = wide[:, 1024:3072], w[:, 2048:]
+    for segments in (2, 8):
+        with override_launch("linear_sm90", EVERYTHING):
+            found = sm90.matmul(x, part, segments=segments)
+        assert differing(found, chains(x, part.t(), segments).bfloat16()) == 0
+
+
+def test_sizes_that_other_kernels_serve(monkeypatch):
+    """Odd widths, slices that are no multiple of 64 and unaligned data go on to the library backend."""
+    met = []
+    for name in ("matmul", "dgrad"):
+        run = getattr(library, name)
+        monkeypatch.setattr(library, name, lambda *a, run=run, **kw: met.append(run) or run(*a, **kw))
+    x, w = heavy(300, 1024, seed=5), heavy(515, 1024, seed=6)
+    cases = [(x, w), (x[:, :416], w[:512, :416]), (x[:, 1:257].contiguous().view(300, 256), heavy(257, 256)),
+             (x[:, 1:257], heavy(256, 256))]  # fmt: skip
+    for count, (a, b) in enumerate(cases, 1):
+        with override_launch("linear_sm90", EVERYTHING):
+            found = sm90.matmul(a, b, segments=2)
+        assert differing(found, chains(a, b.t(), 2).bfloat16()) == 0
+        assert len(met) == count
+
+
+def test_one_graph_for_all():
+    w = heavy(1024, 2048, seed=1)
+    inputs = [heavy(m, 2048, seed=m) for m in (8, 64, 300, 1024)]
+    with override_launch("linear_sm90", EVERYTHING):
+        expected = [sm90.matmul(x, w, segments=4) for x in inputs]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = [sm90.matmul(x, w, segments=4) for x in inputs]
+        for _ in range(3):
+            for y in found:
+                y.zero_()
+            graph.replay()
+            assert [differing(y, z) for y, z in zip(found, expected, strict=True)] == [0] * len(inputs)
+
+
+def test_chosen_when_asked_for():
+    x = torch.zeros(1, device="cuda")
+    assert registry.resolve("linear", x.device, BF16, "sm90").module is sm90
+    if "linear.sm90" in registry.OPT_IN:
+        found = registry.resolve("linear", x.device, BF16)
+        assert found.backend == "library" and not found.passed_over
