@@ -386,7 +386,7 @@ def prepare(group: dist.ProcessGroup | None, max_bytes: int | None = None) -> bo
 
 def of(group: dist.ProcessGroup, x: torch.Tensor, call: str) -> Peers | None:
     """The group's peer memory, set up at the first call outside a capture; ``None``: gather through the group."""
-    if not x.is_cuda:
+    if not x.is_cuda or group.size() == 1:
         return None
     known = _known.get(group.group_name)
     if known is None or known.group() is not group:
