@@ -123,6 +123,7 @@ def linear_cases() -> Iterator[Case]:
 
 def attention_cases() -> Iterator[Case]:
     from rl_kernel.ops.attention import triton as op
+    from rl_kernel.ops.attention import triton_backward
 
     q, k, v = (torch.randn(8192, heads, 128, device="cuda").to(BF16) for heads in (32, 8, 8))
     cu = torch.tensor([0, 8192], dtype=torch.int32, device="cuda")
@@ -132,7 +133,7 @@ def attention_cases() -> Iterator[Case]:
             lambda: op.varlen_forward(q, k, v, cu), lambda: op.varlen_forward(q, k, v, cu)[0],
         )  # fmt: skip
     out, lse = op.varlen_forward(q, k, v, cu)
-    dout = torch.randn_like(q)
+    arguments = (torch.randn_like(q), q, k, v, out, lse, cu, cu, 128**-0.5, 4)
     for name, rows in (
         ("dkdv", ((64, 128, 8, 2), (64, 128, 8, 1), (32, 128, 8, 2), (64, 64, 4, 2), (64, 128, 4, 1))),
         ("dq", ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2))),
@@ -140,9 +141,20 @@ def attention_cases() -> Iterator[Case]:
         for bm, bn, warps, stages in rows:
             yield (
                 f"attention_{name}/8192/1", ANY, {"BM": bm, "BN": bn, "warps": warps, "stages": stages},
-                lambda: op.varlen_backward(dout, q, k, v, out, lse, cu),
-                lambda: torch.cat([x.flatten() for x in op.varlen_backward(dout, q, k, v, out, lse, cu)]),
+                lambda: triton_backward.portable(*arguments),
+                lambda: torch.cat([x.flatten() for x in triton_backward.portable(*arguments)]),
             )  # fmt: skip
+    hopper = triton_backward.hopper(q.device)
+    if not isinstance(hopper, str):
+        for name, candidates in (
+            ("dkdv", ({"stages": 2}, {"stages": 3})),
+            ("dq", ({"BN": 128, "stages": 2}, {"BN": 64, "stages": 3}, {"BN": 64, "stages": 4})),
+        ):
+            for candidate in candidates:
+                yield (
+                    f"attention_{name}_sm90/8192/1", ANY, candidate, lambda: hopper.backward(*arguments),
+                    lambda: torch.cat([x.flatten() for x in hopper.backward(*arguments)]),
+                )  # fmt: skip
     batch, context, page = 64, 4096, 16
     table = torch.randperm(batch * context // page, device="cuda").view(batch, -1).to(torch.int32)
     caches = torch.randn(2, batch * context // page, page, 8, 128, device="cuda").to(BF16)
@@ -187,9 +199,9 @@ def elementwise_cases() -> Iterator[Case]:
         )  # fmt: skip
     q, head = torch.randn(8192, 32, 128, device="cuda").to(BF16), torch.randn(128, device="cuda").to(BF16)
     position, cache = torch.arange(8192, device="cuda"), torch.randn(8192, 128, device="cuda")
-    for block, warps in ((2048, 4), (2048, 2), (4096, 4), (4096, 2), (1024, 1), (4096, 8)):
+    for tokens, block, warps in ((1, 2048, 4), (1, 4096, 4), (1, 1024, 1), (2, 512, 1), (4, 512, 1), (8, 512, 4)):
         yield (
-            "rope/128/1", ANY, {"block": block, "warps": warps},
+            "rope/128/1", ANY, {"tokens": tokens, "block": block, "warps": warps},
             lambda: rope.qk_norm_forward(q, q[:, :8], head, head, 1e-6, position, cache),
             lambda: rope.qk_norm_forward(q, q[:, :8], head, head, 1e-6, position, cache)[0],
         )  # fmt: skip
@@ -197,6 +209,10 @@ def elementwise_cases() -> Iterator[Case]:
     for block, warps in ((1024, 4), (2048, 4), (4096, 8), (1024, 2), (4096, 4)):
         row = {"block": block, "warps": warps}
         yield "swiglu/12288/1", ANY, row, lambda: swiglu.forward(g), lambda: swiglu.forward(g)
+    dy = torch.randn(8192, 12288, device="cuda").to(BF16)
+    for block, warps in ((2048, 8), (2048, 4), (4096, 8), (1024, 4)):
+        row = {"block": block, "warps": warps}
+        yield "swiglu_backward/12288/1", ANY, row, lambda: swiglu.backward(dy, g), lambda: swiglu.backward(dy, g)
 
 
 GROUPS = {

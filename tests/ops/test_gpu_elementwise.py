@@ -72,7 +72,11 @@ def test_rope_fused_with_norm_equals_both_after_each_other():
         x1, x2 = x[..., : dim // 2].float(), x[..., dim // 2 :].float()
         tally.equal(plain, torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1).to(BF16), "torch formula")
         a = source.randrange(t)
-        launch = {"block": source.choice([128, 512, 8192]), "warps": source.choice([1, 2, 8])}
+        launch = {
+            "tokens": source.choice([1, 2, 4]),
+            "block": source.choice([128, 512, 8192]),
+            "warps": source.choice([1, 2, 8]),
+        }
         with triton_utils.override_launch("rope", launch):
             sliced = op.qk_norm_forward(x[a:], k[a:], w, kw, 1e-6, position[a:], table)
             tally.equal(both[a:], sliced[0], "slice and launch")
@@ -90,8 +94,10 @@ def test_swiglu_rows_do_not_notice_batch_or_launch():
         y, g = op.forward(x), op.backward(dy, x)
         for _ in range(4):
             a = source.randrange(t)
-            with triton_utils.override_launch(
-                "swiglu", {"block": source.choice([256, 2048]), "warps": source.choice([1, 8])}
+            launch = {"block": source.choice([256, 2048]), "warps": source.choice([1, 8])}
+            with (
+                triton_utils.override_launch("swiglu", launch),
+                triton_utils.override_launch("swiglu_backward", launch),
             ):
                 tally.equal(y[a:], op.forward(x[a:]), "forward", (f, t, a))
                 tally.equal(g[a:], op.backward(dy[a:], x[a:]), "backward", (f, t, a))

@@ -33,7 +33,7 @@ _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global
 _REGISTERS = 240  # of a thread that multiplies; the fetching warp gives up its own
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "R"])
 def _prepare(dout_ptr, out_ptr, lse_ptr, stat_ptr, rows, heads, G, R, D: tl.constexpr, ROWS: tl.constexpr):
     """stat [Hkv, 2, R]: lse * log2 e and rowsum(dO * O), rows of a kv head contiguous (token, head of the group)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

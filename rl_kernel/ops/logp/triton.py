@@ -32,15 +32,31 @@ def supports(request: Request) -> str | None:
 
 
 @triton.jit
-def leaf_of(z, ROWS: tl.constexpr):
-    """(m, s, u) of leaves z [ROWS, 128]; absent columns hold -inf."""
-    m = tl.max(z, 1) + 0.0
-    d = z - m[:, None]
+def _leaf_tree(x, LEAVES: tl.constexpr):
+    """[LEAVES * 8, 4, 4] (group, chunk, column) -> [LEAVES]: :func:`tree_sum` over 16 group + 4 chunk + column."""
+    GROUPS: tl.constexpr = LEAVES * 8
+    x = tl.sum(tl.sum(tl.reshape(x, [GROUPS, 4, 2, 2]), 3), 2)
+    x = tl.sum(tl.sum(tl.reshape(x, [GROUPS, 2, 2]), 2), 1)
+    for level in tl.static_range(3):
+        x = tl.sum(tl.reshape(x, [GROUPS >> (level + 1), 2]), 1)
+    return x
+
+
+@triton.jit
+def leaf_of(z, LEAVES: tl.constexpr):
+    """(m, s, u) of leaves z [LEAVES * 8, 4, 4], 128 columns a leaf; absent columns hold -inf.
+
+    A thread holds sixteen neighbouring columns, so four of the seven levels of a tree stay inside of it.
+    """
+    GROUPS: tl.constexpr = LEAVES * 8
+    top = tl.max(tl.max(z, 2), 1)
+    m = tl.max(tl.reshape(top, [LEAVES, 8]), 1) + 0.0
+    d = z - tl.reshape(tl.broadcast_to(m[:, None], [LEAVES, 8]), [GROUPS])[:, None, None]
     e = exp_(d)
     # An absent column gives e = 0; so does a whole absent leaf, whose d would be NaN.
     e = tl.where(z == NEG_INF, 0.0, e)
     t = tl.where(e == 0.0, 0.0, e * d)
-    return m, tree_sum(e, ROWS, LEAF), tree_sum(t, ROWS, LEAF)
+    return m, _leaf_tree(e, LEAVES), _leaf_tree(t, LEAVES)
 
 
 @triton.jit(do_not_specialize=["plane"])  # follows the row count, and would have the kernel compiled anew with it
@@ -51,7 +67,9 @@ def _leaf_stats(
 ):  # fmt: skip
     row = tl.program_id(0)
     leaf = tl.program_id(1) * LEAVES + tl.arange(0, LEAVES)
-    column = leaf[:, None] * LEAF + tl.arange(0, LEAF)[None, :]
+    four = tl.arange(0, 4)
+    group = tl.program_id(1) * (LEAVES * 8) + tl.arange(0, LEAVES * 8)
+    column = group[:, None, None] * 16 + four[None, :, None] * 4 + four[None, None, :]
     z = tl.load(logits_ptr + row.to(tl.int64) * stride + column, mask=column < columns, other=NEG_INF)
     temperature = 1.0
     if DIVIDE:

@@ -17,46 +17,54 @@ def supports(request: Request) -> str | None:
 
 @triton.jit
 def _heads(
-    x_ptr, y_ptr, rstd_ptr, weight_ptr, table, token, head, heads, token_stride, head_stride, rstd_stride, eps,
-    HALF: tl.constexpr, ROWS: tl.constexpr, INVERSE: tl.constexpr, NORM: tl.constexpr,
+    x_ptr, y_ptr, rstd_ptr, weight_ptr, cos, sin, token, head, heads, token_stride, head_stride, rstd_stride, eps,
+    HALF: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, INVERSE: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token; ``table`` points at the token's row of the cos/sin table."""
-    live = head < heads
-    column = tl.arange(0, HALF)
-    at = token * token_stride + (head * head_stride)[:, None] + column[None, :]
-    x1 = tl.load(x_ptr + at, mask=live[:, None], other=0.0).to(tl.float32)
-    x2 = tl.load(x_ptr + at + HALF, mask=live[:, None], other=0.0).to(tl.float32)
+    """Some heads [ROWS] of some tokens [TOKENS] with their angles [TOKENS, 1, HALF]; ``WHOLE``: every head exists."""
+    column = tl.arange(0, HALF)[None, None, :]
+    live = tl.full([1, ROWS, 1], True, tl.int1) if WHOLE else (head < heads)[None, :, None]
+    at = (token * token_stride)[:, None, None] + (head * head_stride)[None, :, None] + column
+    x1 = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + at + HALF, mask=live, other=0.0).to(tl.float32)
     if NORM:
         # The tree over the whole head: its root adds the trees of the two halves.
-        squares = tree_sum(x1 * x1, ROWS, HALF) + tree_sum(x2 * x2, ROWS, HALF)
-        rstd = divide(1.0, tl.sqrt_rn(divide(squares, 2.0 * HALF) + eps))
-        tl.store(rstd_ptr + token * rstd_stride + head, rstd, mask=live)
+        a, b = tl.reshape(x1, [TOKENS * ROWS, HALF]), tl.reshape(x2, [TOKENS * ROWS, HALF])
+        squares = tree_sum(a * a, TOKENS * ROWS, HALF) + tree_sum(b * b, TOKENS * ROWS, HALF)
+        rstd = tl.reshape(divide(1.0, tl.sqrt_rn(divide(squares, 2.0 * HALF) + eps)), [TOKENS, ROWS, 1])
+        tl.store(rstd_ptr + (token * rstd_stride)[:, None, None] + head[None, :, None], rstd, mask=live)
         w1 = tl.load(weight_ptr + column).to(tl.float32)
         w2 = tl.load(weight_ptr + HALF + column).to(tl.float32)
-        x1 = ((x1 * rstd[:, None]) * w1[None, :]).to(y_ptr.dtype.element_ty).to(tl.float32)
-        x2 = ((x2 * rstd[:, None]) * w2[None, :]).to(y_ptr.dtype.element_ty).to(tl.float32)
-    cos = tl.load(table + column)[None, :]
-    sin = tl.load(table + HALF + column)[None, :]
+        x1 = ((x1 * rstd) * w1).to(y_ptr.dtype.element_ty).to(tl.float32)
+        x2 = ((x2 * rstd) * w2).to(y_ptr.dtype.element_ty).to(tl.float32)
     if INVERSE:
         sin = -sin
     y1 = x1 * cos - x2 * sin
     y2 = x2 * cos + x1 * sin
-    out = ((token * heads + head) * (2 * HALF))[:, None] + column[None, :]
-    tl.store(y_ptr + out, y1.to(y_ptr.dtype.element_ty), mask=live[:, None])
-    tl.store(y_ptr + out + HALF, y2.to(y_ptr.dtype.element_ty), mask=live[:, None])
+    out = (token[:, None, None] * heads + head[None, :, None]) * (2 * HALF) + column
+    tl.store(y_ptr + out, y1.to(y_ptr.dtype.element_ty), mask=live)
+    tl.store(y_ptr + out + HALF, y2.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _angles(cache_ptr, position_ptr, token, HALF: tl.constexpr):
+    """cos and sin of some tokens, [TOKENS, 1, HALF]."""
+    row = cache_ptr + (tl.load(position_ptr + token).to(tl.int64) * (2 * HALF))[:, None, None]
+    at = row + tl.arange(0, HALF)[None, None, :]
+    return tl.load(at), tl.load(at + HALF)
 
 
 @triton.jit
 def _rope(
     x_ptr, position_ptr, cache_ptr, y_ptr, heads, token_stride, head_stride,
-    HALF: tl.constexpr, ROWS: tl.constexpr, INVERSE: tl.constexpr,
+    HALF: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    table = cache_ptr + tl.load(position_ptr + token).to(tl.int64) * (2 * HALF)
+    cos, sin = _angles(cache_ptr, position_ptr, token, HALF)
     _heads(
-        x_ptr, y_ptr, x_ptr, x_ptr, table, token, head, heads, token_stride, head_stride, 0, 0.0,
-        HALF, ROWS, INVERSE, False,
+        x_ptr, y_ptr, x_ptr, x_ptr, cos, sin, token, head, heads, token_stride, head_stride, 0, 0.0,
+        HALF, TOKENS, ROWS, WHOLE, INVERSE, False,
     )  # fmt: skip
 
 
@@ -64,24 +72,32 @@ def _rope(
 def _qk_norm_rope(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, position_ptr, cache_ptr, q_out_ptr, k_out_ptr, rstd_ptr,
     q_heads, k_heads, q_blocks, q_token, q_head, k_token, k_head, eps,
-    HALF: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The first ``q_blocks`` programs of a token serve its query heads, the others its key heads."""
-    token = tl.program_id(0).to(tl.int64)
+    """The first ``q_blocks`` programs of some tokens serve their query heads, the others their key heads."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     block = tl.program_id(1)
-    table = cache_ptr + tl.load(position_ptr + token).to(tl.int64) * (2 * HALF)
+    cos, sin = _angles(cache_ptr, position_ptr, token, HALF)
     if block < q_blocks:
         head = block * ROWS + tl.arange(0, ROWS)
         _heads(
-            q_ptr, q_out_ptr, rstd_ptr, q_weight_ptr, table, token, head, q_heads, q_token, q_head,
-            q_heads + k_heads, eps, HALF, ROWS, False, True,
+            q_ptr, q_out_ptr, rstd_ptr, q_weight_ptr, cos, sin, token, head, q_heads, q_token, q_head,
+            q_heads + k_heads, eps, HALF, TOKENS, ROWS, WHOLE, False, True,
         )  # fmt: skip
     else:
         head = (block - q_blocks) * ROWS + tl.arange(0, ROWS)
         _heads(
-            k_ptr, k_out_ptr, rstd_ptr + q_heads, k_weight_ptr, table, token, head, k_heads, k_token, k_head,
-            q_heads + k_heads, eps, HALF, ROWS, False, True,
+            k_ptr, k_out_ptr, rstd_ptr + q_heads, k_weight_ptr, cos, sin, token, head, k_heads, k_token, k_head,
+            q_heads + k_heads, eps, HALF, TOKENS, ROWS, WHOLE, False, True,
         )  # fmt: skip
+
+
+def _blocks(tokens: int, heads: int, dim: int, launch: dict[str, int]) -> tuple[int, int]:
+    """``(tokens, heads)`` of a program; fewer heads when there are few tokens, so that more programs share them."""
+    per = min(next_power_of_2(heads), max(1, launch["block"] // dim))
+    if tokens * heads < 1024 * per:
+        return 1, max(1, per // 4)
+    return (1 if tokens % launch["tokens"] else launch["tokens"]), per
 
 
 def _launch(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, inverse: bool) -> torch.Tensor:
@@ -91,11 +107,11 @@ def _launch(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, inver
     y = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
     if y.numel():
         launch = launch_row("rope", heads)
-        per = min(next_power_of_2(heads), max(1, launch["block"] // dim))
+        some, per = _blocks(tokens, heads, dim, launch)
         with device_guard(x):
-            _rope[(tokens, triton.cdiv(heads, per))](
+            _rope[(tokens // some, triton.cdiv(heads, per))](
                 x, positions, cache, y, heads, x.stride(0), x.stride(1),
-                dim // 2, per, inverse, **options(launch["warps"]),
+                dim // 2, some, per, heads % per == 0, inverse, **options(launch["warps"]),
             )  # fmt: skip
     return y
 
@@ -130,14 +146,12 @@ def qk_norm_forward(
     rstd = torch.empty((tokens, q_heads + k_heads), dtype=torch.float32, device=q.device)
     if tokens:
         launch = launch_row("rope", q_heads)
-        per = min(next_power_of_2(q_heads), max(1, launch["block"] // dim))
-        if tokens * (q_heads + k_heads) < 1024 * per:  # few tokens: more programs finish sooner
-            per = max(1, per // 4)
+        some, per = _blocks(tokens, min(q_heads, k_heads), dim, launch)
         q_blocks, k_blocks = triton.cdiv(q_heads, per), triton.cdiv(k_heads, per)
         with device_guard(q):
-            _qk_norm_rope[(tokens, q_blocks + k_blocks)](
+            _qk_norm_rope[(tokens // some, q_blocks + k_blocks)](
                 q, k, q_weight, k_weight, positions, cache, q_out, k_out, rstd,
                 q_heads, k_heads, q_blocks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), eps,
-                dim // 2, per, **options(launch["warps"]),
+                dim // 2, some, per, q_heads % per == k_heads % per == 0, **options(launch["warps"]),
             )  # fmt: skip
     return q_out, k_out, rstd

@@ -31,16 +31,21 @@ def _backward(dy_ptr, gate_up_ptr, grad_ptr, stride, F, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
-    gate = tl.load(gate_up_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * stride + F + column, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + row * F + column, mask=inside, other=0.0).to(tl.float32)
+    # Nothing is read twice: what passes through should not push other data out of the cache.
+    gate = tl.load(gate_up_ptr + row * stride + column, mask=inside, other=0.0, eviction_policy="evict_first").to(
+        tl.float32
+    )
+    up = tl.load(gate_up_ptr + row * stride + F + column, mask=inside, other=0.0, eviction_policy="evict_first").to(
+        tl.float32
+    )
+    dy = tl.load(dy_ptr + row * F + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     denominator = 1.0 + exp_(-gate)
     sigmoid = divide(1.0, denominator)
     dgate = (dy * up) * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
     dup = dy * divide(gate, denominator)
     out = grad_ptr + row * (2 * F) + column
-    tl.store(out, dgate.to(grad_ptr.dtype.element_ty), mask=inside)
-    tl.store(out + F, dup.to(grad_ptr.dtype.element_ty), mask=inside)
+    tl.store(out, dgate.to(grad_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+    tl.store(out + F, dup.to(grad_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +73,7 @@ def backward(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     grad = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
     rows = _rows(gate_up)
     if grad.numel():
-        launch = launch_row("swiglu", f)
+        launch = launch_row("swiglu_backward", f)
         with device_guard(grad):
             _backward[(rows.shape[0], triton.cdiv(f, launch["block"]))](
                 _rows(dy).contiguous(), rows, grad, rows.stride(0), f, launch["block"], **options(launch["warps"])
