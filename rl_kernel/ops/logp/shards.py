@@ -6,6 +6,7 @@ logit, and the values of the maximal aligned subtrees. Everything that is summed
 
 from __future__ import annotations
 
+import weakref
 from types import ModuleType
 
 import torch
@@ -15,7 +16,8 @@ from rl_kernel.errors import ContractError
 from rl_kernel.ops.collectives.op import gather_bytes
 from rl_kernel.ops.logp.vocab_tree import VocabLayout
 
-_layouts: dict[tuple[object, ...], VocabLayout] = {}  # of groups on accelerators: see vocab_layout
+# Of groups on accelerators, by (start, size, global_vocab_size, hidden): see vocab_layout.
+_layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], VocabLayout]] = weakref.WeakKeyDictionary()
 _LEAST, _MOST = 2.0**-149, torch.finfo(torch.float32).max  # what float32 holds, subnormals included
 
 
@@ -36,12 +38,13 @@ def vocab_layout(
             raise ContractError(f"vocab_start_index={start} needs tp_group: one rank owns the vocabulary from column 0")
         return VocabLayout((0, size), size if global_vocab_size is None else global_vocab_size)
     header = torch.tensor([start, size, -1 if global_vocab_size is None else global_vocab_size, rows, hidden])
-    key: tuple[object, ...] | None = None
+    known: dict[tuple[int, ...], VocabLayout] = {}
+    key = (start, size, -1 if global_vocab_size is None else global_vocab_size, hidden)
     if dist.get_backend(group) != "gloo":
         if global_vocab_size is not None:
-            key = (group, start, size, global_vocab_size, hidden)
-            if key in _layouts:
-                return _layouts[key]
+            known = _layouts.setdefault(group, known)
+            if key in known:
+                return known[key]
         header = header.cuda()
     table = gather_bytes(header, group).tolist()
     for column, name in ((2, "global_vocab_size"), (3, "number of rows"), (4, "hidden size")):
@@ -57,8 +60,7 @@ def vocab_layout(
             )
         expected += row[1]
     layout = VocabLayout((*(row[0] for row in table), expected), expected if table[0][2] < 0 else table[0][2])
-    if key is not None:
-        _layouts[key] = layout
+    known[key] = layout
     return layout
 
 
