@@ -261,4 +261,7 @@ def environment(config: RunConfig) -> dict[str, str]:
         # cuBLASLt without split-K; rl_kernel.cublaslt checks at start-up that these took effect.
         variables |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
         variables["RLK_SM90_ATTENTION"] = config.consistency.attention_on("sm90")
+    if config.consistency.mode in STRICT_MODES:
+        # The replaced sampler: vLLM's second model runner and FlashInfer's sampler do not go through it.
+        variables |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     return variables

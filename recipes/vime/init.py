@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import rl_kernel
+from recipes.engines.mode import prepare_process
 from recipes.errors import ConfigError
 from recipes.vime import compat, head, logp
 
@@ -26,7 +27,7 @@ def _mode() -> str:
 
 
 def init(args: Namespace) -> None:
-    """Check vime and its arguments, set the operator mode, rebind the log-probability function.
+    """Check vime and its arguments, set up the process and the operator mode, rebind the log-probability function.
 
     Raises:
         ConfigError: an argument contradicts strict consistency; the message names the vime flag and the fix.
@@ -51,6 +52,8 @@ def init(args: Namespace) -> None:
             fix="top-p must be 1, top-k off, pipeline size 1, context parallelism zig-zag; or use consistency=native.",
         )
     rl_kernel.set_mode(mode)
+    if torch.cuda.is_available():
+        prepare_process(mode, os.environ.get("RLK_SM90_ATTENTION"))
     for module in compat.holders():
         module.get_log_probs_and_entropy = logp.get_log_probs_and_entropy  # type: ignore[attr-defined]
     logger.info("rl_kernel: %s, vime commit %s, log-probabilities from linear_logp", mode, compat.vime_commit())

@@ -87,14 +87,39 @@ def build(args: Any, role: str) -> Any:
     if role == "actor":
         from recipes.config import ModelConfig
         from recipes.engines import megatron_weights as weights
+        from recipes.vime.layers import fused_name
 
         config = ModelConfig(
             vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=96, head_dim=32, tie_word_embeddings=False
         )
         tp, rank = args.tensor_model_parallel_size, int(os.environ["RANK"]) % args.tensor_model_parallel_size
         reader = weights.initial_reader(config, 5)
-        weights.load(model, config, reader, padded_vocab=args.padded_vocab_size, rank=rank, size=tp)
+        params = dict(model.named_parameters())
+        shards = weights.shards(config, reader, padded_vocab=args.padded_vocab_size, rank=rank, size=tp)
+        with torch.no_grad():
+            for name, shard in shards:
+                params.pop(fused_name(name)).copy_(shard)
+        assert not params, sorted(params)
     return Float16Module(model.config, model)
+
+
+def exported(args: Any, model: Any) -> dict[str, bool]:
+    """vime's own conversion to Hugging Face names knows every parameter, and the bytes are the ones that were loaded."""
+    from recipes.config import ModelConfig
+    from recipes.engines import megatron_weights as weights
+    from recipes.engines.megatron_model import unwrap
+    from vime.backends.megatron_utils.megatron_to_hf import convert_to_hf
+
+    config = ModelConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=96, head_dim=32, tie_word_embeddings=False
+    )
+    reader = weights.initial_reader(config, 5)
+    pairs = [
+        pair
+        for name, param in unwrap(model).named_parameters()
+        for pair in convert_to_hf(args, "qwen3config", f"module.module.{name}", param.data)
+    ]
+    return {name: torch.equal(tensor, reader(name)) for name, tensor in pairs}
 
 
 def batch_of(args: Any) -> dict[str, Any]:
@@ -217,6 +242,7 @@ def main() -> None:
         batch = batch_of(args)
         model = build(args, "actor")
         result = {**compare(args, model, batch), **critic(args, batch)}
+        result["exported"] = exported(args, model) if tp == 1 else {}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, result)
     if dist.get_rank() == 0:

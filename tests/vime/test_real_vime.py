@@ -61,6 +61,12 @@ def test_no_logits_exist(tp: int, cp: int, sequence_parallel: bool) -> None:
         assert rank["largest_elements"] <= rank["weight_elements"] < rank["logits_elements"]
 
 
+def test_weights_leave_under_hugging_face_names() -> None:
+    exported = run(1, 1)[0]["exported"]
+    assert exported["model.layers.1.post_attention_layernorm.weight"] and len(exported) == 2 * 11 + 3
+    assert all(exported.values())
+
+
 def test_rebinding_reaches_every_holder() -> None:
     assert all(rank["rebound"] >= 2 for rank in run(1, 1))
 
