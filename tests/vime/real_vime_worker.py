@@ -104,11 +104,12 @@ def build(args: Any, role: str) -> Any:
 
 
 def exported(args: Any, model: Any) -> dict[str, bool]:
-    """vime's own conversion to Hugging Face names knows every parameter, and the bytes are the ones that were loaded."""
+    """Whether vime's own conversion to Hugging Face names knows every parameter and returns the bytes that were loaded."""
+    from vime.backends.megatron_utils.megatron_to_hf import convert_to_hf
+
     from recipes.config import ModelConfig
     from recipes.engines import megatron_weights as weights
     from recipes.engines.megatron_model import unwrap
-    from vime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 
     config = ModelConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=96, head_dim=32, tie_word_embeddings=False
