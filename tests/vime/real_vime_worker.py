@@ -104,7 +104,7 @@ def build(args: Any, role: str) -> Any:
 
 
 def exported(args: Any, model: Any) -> dict[str, bool]:
-    """Whether vime's own conversion to Hugging Face names knows every parameter and returns the bytes that were loaded."""
+    """Whether vime converts every parameter to its Hugging Face name with the bytes that were loaded."""
     from vime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 
     from recipes.config import ModelConfig
