@@ -113,6 +113,8 @@ class Cluster:
         config = self.config
         side = config.train if cls is TrainActor else config.rollout
         env = {"OMP_NUM_THREADS": str(side.num_threads), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        if cls is TrainActor:
+            env["RLK_WORKSPACE_MIB"] = str(config.train.logp_workspace_mib)
         if config.hardware.device != "cpu":
             offset = 0 if config.hardware.colocate or cls is TrainActor else config.train.world_size
             env |= visible_devices(config.hardware.device, [d + offset for d in devices], os.environ)

@@ -33,6 +33,7 @@ _AT_LEAST: tuple[tuple[float, str, str], ...] = (
     (1, "model", "head_dim max_position_embeddings"),
     (1, "train", "tensor_parallel_size context_parallel_size data_parallel_size micro_batch_tokens num_threads"),
     (1, "train", "pack_multiple"),
+    (64, "train", "logp_workspace_mib"),
     (0, "train", "lr critic_lr lr_warmup_steps weight_decay clip_grad recompute_layers"),
     (1, "rollout", "tensor_parallel_size num_engines batch_size n_samples_per_prompt max_prompt_len max_response_len"),
     (1, "rollout", "max_num_seqs max_num_batched_tokens block_size num_threads"),
