@@ -92,6 +92,12 @@ def calls(family: str, sample: bool) -> Iterator[tuple[str, Callable[[], object]
             empty(64, 32, 128), empty(64, 8, 128), empty(128), empty(128), 1e-6, position, angles
         ),
     )
+    yield (
+        "rope",
+        lambda: rope.qk_norm_backward(
+            empty(64, 32, 128), empty(64, 32, 128), empty(128), empty(64, 32, dtype=F32), position, angles
+        ),
+    )
     yield "swiglu", lambda: swiglu.forward(empty(64, 24576))
     yield "swiglu", lambda: swiglu.backward(empty(64, 12288), empty(64, 24576))
     ids = torch.zeros(64, dtype=torch.int64)

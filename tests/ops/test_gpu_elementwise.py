@@ -68,6 +68,13 @@ def test_rope_fused_with_norm_equals_both_after_each_other():
         tally.equal(both, op.forward(normed, position, table), "fused", (heads, t, dim))
         tally.equal(k_both, op.forward(norm.forward(k, kw, 1e-6)[0], position, table), "fused k", (heads, t, dim))
         assert differing(rstd[:, :heads], q_rstd) == 0
+        dy = data(t, heads, dim, seed=seed + 3)
+        turned = op.backward(dy, position, table).reshape(-1, dim)
+        composed = norm.backward(turned, None, x.reshape(-1, dim), w, rstd[:, :heads].reshape(-1))
+        for own, other, kind in zip(
+            op.qk_norm_backward(dy, x, w, rstd[:, :heads], position, table), composed, ("fused dx", "fused dw")
+        ):
+            tally.equal(own.reshape(-1), other.reshape(-1), kind, (heads, t, dim))
         c, s = table[position, None, : dim // 2], table[position, None, dim // 2 :]
         x1, x2 = x[..., : dim // 2].float(), x[..., dim // 2 :].float()
         tally.equal(plain, torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1).to(BF16), "torch formula")

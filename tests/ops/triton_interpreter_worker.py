@@ -91,6 +91,11 @@ def elementwise():
     found["norm and rope fused"] = same(fused, rope.forward(normed, position, cache))
     found["norm and rope of k fused"] = same(k_fused, rope.forward(k_normed, position, cache))
     found["rstd of the fused norms"] = same(rstd[:, 3:], k_rstd)
+    dy = randn(4, 3, 32)
+    fused_grads = rope.qk_norm_backward(dy, q, head, rstd[:, :3], position, cache)
+    turned = rope.backward(dy, position, cache).reshape(-1, 32)
+    composed = norm.backward(turned, None, q.reshape(-1, 32), head, rstd[:, :3].reshape(-1))
+    found["backward of both fused"] = all(same(a.flatten(), b.flatten()) for a, b in zip(fused_grads, composed))
     g = randn(3, 80)
     exact_in = g.double().requires_grad_()
     exact = torch.nn.functional.silu(exact_in[:, :40]) * exact_in[:, 40:]

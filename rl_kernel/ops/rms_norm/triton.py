@@ -17,7 +17,7 @@ from rl_kernel.triton_utils import (
     tree_sum,
 )
 
-_TOKENS_A_PARTIAL = 64  # tokens of one partial sum of the weight gradient: part of the arithmetic, not of the launch
+ROWS_A_PARTIAL = 64  # rows of one partial sum of the weight gradient: part of the arithmetic, not of the launch
 
 
 def supports(request: Request) -> str | None:
@@ -113,7 +113,7 @@ def forward(
 @triton.jit
 def _backward(
     dy_ptr, dres_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, rows, x_row_stride,
-    H: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr, HAS_DRES: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr, HAS_DRES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     column = tl.arange(0, P)
@@ -121,7 +121,7 @@ def _backward(
     weight = tl.load(weight_ptr + column, mask=valid, other=0.0).to(tl.float32)
     dweight = tl.zeros([P], dtype=tl.float32)
     first = block.to(tl.int64) * TOKENS
-    for i in range(min(TOKENS, rows - block * TOKENS)):
+    for i in tl.range(0, min(TOKENS, rows - block * TOKENS), num_stages=STAGES):
         row = first + i
         at = row * H + column
         dy = tl.load(dy_ptr + at, mask=valid, other=0.0).to(tl.float32)
@@ -147,6 +147,12 @@ def _sum_partials(partial_ptr, out_ptr, blocks, H, BLOCK: tl.constexpr):
     tl.store(out_ptr + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
 
 
+def add_partials(partial: torch.Tensor, out: torch.Tensor) -> None:
+    """``out`` [H] = the rows of ``partial`` [blocks, H] added in ascending order, one rounding."""
+    blocks, h = partial.shape
+    _sum_partials[(triton.cdiv(h, 256),)](partial, out, blocks, h, 256, **options(4))
+
+
 def backward(
     dy: torch.Tensor,
     dres: torch.Tensor | None,
@@ -168,18 +174,20 @@ def backward(
     rows = x.shape[0]
     dx = torch.empty(shape, dtype=x.dtype, device=x.device)
     dweight = torch.empty(h, dtype=weight.dtype, device=x.device)
-    blocks = triton.cdiv(rows, _TOKENS_A_PARTIAL)
+    blocks = triton.cdiv(rows, ROWS_A_PARTIAL)
     partial = torch.empty((blocks, h), dtype=torch.float32, device=x.device)
     if dres is not None:
         dres = dres.reshape(-1, h).contiguous()
     p = next_power_of_2(h)
     with device_guard(x):
         if rows:
+            launch = launch_row("rms_norm_backward", h)
             _backward[(blocks,)](
                 dy, dres, x, weight, rstd.reshape(-1), dx, partial, rows, x.stride(0),
-                h, p, _TOKENS_A_PARTIAL, dres is not None, **options(4 if p <= 2048 else 8),
+                h, p, ROWS_A_PARTIAL, dres is not None, launch["stages"],
+                **options(launch["warps"], launch["stages"]),
             )  # fmt: skip
-        _sum_partials[(triton.cdiv(h, 256),)](partial, dweight, blocks, h, 256, **options(4))
+        add_partials(partial, dweight)
     return dx, dweight
 
 

@@ -99,6 +99,9 @@ def _qk_norm_rope_backward(
         (dq, q, q_weight, rstd[:, : q.shape[1]]),
         (dk, k, k_weight, rstd[:, q.shape[1] :]),
     ):
+        if hasattr(rope_module, "qk_norm_backward"):
+            results.append(rope_module.qk_norm_backward(dy, x, weight, part, positions, cos_sin_cache))
+            continue
         dy = rope_module.backward(dy, positions, cos_sin_cache)
         dim = x.shape[2]
         dx, dw = norm_module.backward(dy.reshape(-1, dim), None, x.reshape(-1, dim), weight, part.reshape(-1))

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rl_kernel.ops.rms_norm import triton as norm
 from rl_kernel.registry import Request
 from rl_kernel.triton_utils import device_guard, divide, gpu_only, launch_row, next_power_of_2, options, tree_sum
 
@@ -155,3 +156,72 @@ def qk_norm_forward(
                 dim // 2, some, per, q_heads % per == k_heads % per == 0, **options(launch["warps"]),
             )  # fmt: skip
     return q_out, k_out, rstd
+
+
+@triton.jit
+def _head_backward(
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, position_ptr, cache_ptr, dx_ptr, partial_ptr, rows, heads,
+    dy_token, dy_head, x_token, x_head, rstd_stride, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK`` rows (token, head), in the order of the norm's backward: dX of each, and one partial sum of dW."""
+    column = tl.arange(0, HALF)
+    w1 = tl.load(weight_ptr + column).to(tl.float32)
+    w2 = tl.load(weight_ptr + HALF + column).to(tl.float32)
+    sum1 = tl.zeros([HALF], tl.float32)
+    sum2 = tl.zeros([HALF], tl.float32)
+    block = tl.program_id(0)
+    ty: tl.constexpr = dx_ptr.dtype.element_ty
+    for i in range(min(BLOCK, rows - block * BLOCK)):
+        row = block * BLOCK + i
+        token, head = (row // heads).to(tl.int64), row % heads
+        at = dy_ptr + token * dy_token + head * dy_head + column
+        dy1, dy2 = tl.load(at).to(tl.float32), tl.load(at + HALF).to(tl.float32)
+        table = cache_ptr + tl.load(position_ptr + token).to(tl.int64) * (2 * HALF) + column
+        cos, sin = tl.load(table), -tl.load(table + HALF)
+        # The rotation rounds its result: it is an operator of its own.
+        g1 = (dy1 * cos - dy2 * sin).to(ty).to(tl.float32)
+        g2 = (dy2 * cos + dy1 * sin).to(ty).to(tl.float32)
+        rstd = tl.load(rstd_ptr + token * rstd_stride + head)
+        at = x_ptr + token * x_token + head * x_head + column
+        n1, n2 = tl.load(at).to(tl.float32) * rstd, tl.load(at + HALF).to(tl.float32) * rstd
+        sum1 += g1 * n1
+        sum2 += g2 * n2
+        s1, s2 = g1 * w1, g2 * w2
+        total = tree_sum(tl.reshape(s1 * n1, [1, HALF]), 1, HALF) + tree_sum(tl.reshape(s2 * n2, [1, HALF]), 1, HALF)
+        mean = divide(total, 2.0 * HALF)
+        out = dx_ptr + row.to(tl.int64) * (2 * HALF) + column
+        tl.store(out, ((s1 - n1 * mean) * rstd).to(ty))
+        tl.store(out + HALF, ((s2 - n2 * mean) * rstd).to(ty))
+    out = partial_ptr + block.to(tl.int64) * (2 * HALF) + column
+    tl.store(out, sum1)
+    tl.store(out + HALF, sum2)
+
+
+def qk_norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rstd: torch.Tensor,
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(dX, dW)`` of one side of :func:`qk_norm_forward`: :func:`backward`, then that of the norm, in one pass.
+
+    dy and x [T, heads, D] may be strided views, and so may rstd [T, heads].
+    """
+    dy, x = (t if t.stride(-1) == 1 else t.contiguous() for t in (dy, x))
+    tokens, heads, dim = x.shape
+    rows = tokens * heads
+    dx = torch.empty((tokens, heads, dim), dtype=x.dtype, device=x.device)
+    dweight = torch.empty(dim, dtype=weight.dtype, device=x.device)
+    blocks = triton.cdiv(rows, norm.ROWS_A_PARTIAL)
+    partial = torch.empty((blocks, dim), dtype=torch.float32, device=x.device)
+    with device_guard(x):
+        if rows:
+            _head_backward[(blocks,)](
+                dy, x, weight, rstd, positions, cache, dx, partial, rows, heads,
+                dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), rstd.stride(0),
+                dim // 2, norm.ROWS_A_PARTIAL, **options(launch_row("rms_norm_backward", dim)["warps"]),
+            )  # fmt: skip
+        norm.add_partials(partial, dweight)
+    return dx, dweight
