@@ -45,7 +45,7 @@ def one() -> list[Run]:
     # Equal lengths, so that both do the same work.
     fixed = (experiment, "rollout.ignore_eos=true", "rollout.max_response_len=512", "rollout.batch_size=16")
     return [
-        Run("strict", (experiment, "rollout.batch_size=20"), 10),
+        Run("10 updates", (experiment, "rollout.batch_size=20"), 10),
         Run("cost-strict", fixed, 4, cost="one GPU"),
         Run("cost-stock", (*fixed, "consistency=native"), 4, strict=False, cost="one GPU"),
     ]
