@@ -68,7 +68,7 @@ def two() -> list[Run]:
         row("train TP2, rollout TP2", *train_tp2, *tp2),
         row("train CP2, rollout TP1 x 2", *train_cp2, *tp1x2),
         row("train DP2, rollout TP2", *train_dp2, *tp2),
-        row("stock, train TP2, rollout TP2", *train_tp2, *tp2, "consistency=native", steps=2, strict=False),
+        row("stock control, TP2 on both sides", *train_tp2, *tp2, "consistency=native", steps=2, strict=False),
     ]
 
 
