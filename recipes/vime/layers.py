@@ -21,7 +21,7 @@ class _NormFirst:
     """RMSNorm of the input [s, b, H] under ``layer_norm_weight``, then the projection of the next class."""
 
     def __init__(self, input_size: int, *args: Any, **kwargs: Any) -> None:
-        super().__init__(input_size, *args, **kwargs)
+        super().__init__(input_size, *args, **kwargs)  # type: ignore[call-arg]
         config: Any = self.config  # type: ignore[attr-defined]
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype, device=device))
