@@ -256,6 +256,8 @@ def environment(config: RunConfig) -> dict[str, str]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "RL_KERNEL_MODE": config.consistency.mode,
         "RL_KERNEL_VIRTUAL_TP": str(config.consistency.segments),
+        "RL_KERNEL_RUN_DIR": config.trainer.output_dir,
+        "RLK_WORKSPACE_MIB": str(config.train.logp_workspace_mib),
     }
     if config.consistency.mode in STRICT_MODES and config.hardware.device == "cuda":
         # cuBLASLt without split-K; rl_kernel.cublaslt checks at start-up that these took effect.

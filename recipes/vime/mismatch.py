@@ -2,11 +2,14 @@
 
 vime calls the hook on every training rank, after log-probabilities and advantages exist and before training. Each
 rank counts its own tokens (its samples, its context-parallel rows); counts are summed and maxima taken over the
-data- and context-parallel ranks, on tensor-parallel rank 0 only, and the result goes to vime's own W&B run.
+data- and context-parallel ranks, on tensor-parallel rank 0 only, and the result goes to vime's own W&B run. It is also
+appended to ``consistency.jsonl`` in the folder that RL_KERNEL_RUN_DIR names (the launcher sets it): a run without
+W&B, or with its log turned down, leaves the same evidence.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from argparse import Namespace
@@ -129,6 +132,20 @@ def _log(args: Namespace, rollout_id: int, metrics: dict[str, float | int]) -> N
     from vime.utils.metric_utils import compute_rollout_step
 
     logger.info("consistency %d: %s", rollout_id, metrics)
+    append(rollout_id, metrics)
     logging_utils.log(
         args, {**metrics, "rollout/step": compute_rollout_step(args, rollout_id)}, step_key="rollout/step"
     )
+
+
+def append(rollout_id: int, metrics: dict[str, float | int]) -> None:
+    """One line of ``$RL_KERNEL_RUN_DIR/consistency.jsonl``; nothing without the variable."""
+    folder = os.environ.get("RL_KERNEL_RUN_DIR")
+    if not folder:
+        return
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, "consistency.jsonl"), "a", encoding="utf-8") as file:
+            file.write(json.dumps({"rollout": rollout_id, **metrics}) + "\n")
+    except OSError as error:
+        raise EngineError(str(error), where=folder, fix="Free disk space, or unset RL_KERNEL_RUN_DIR.") from error

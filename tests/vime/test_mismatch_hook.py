@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -72,3 +74,17 @@ def test_masked_tokens_do_not_count() -> None:
     data["loss_masks"][2][20] = 0
     stats = mismatch.local_stats(data, 1, 0)
     assert stats.mismatch_count == 0 and stats.active_tokens == 13 + 1 + 39 + 8
+
+
+def test_every_step_leaves_a_line(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("RL_KERNEL_RUN_DIR", str(tmp_path / "run"))
+    for step, change in enumerate((None, 2)):
+        mismatch.append(step, mismatch.local_stats(rollout_data(LENGTHS, 1, 0, change), 1, 0).metrics())
+    lines = [json.loads(line) for line in (tmp_path / "run" / "consistency.jsonl").read_text().splitlines()]
+    assert [(line["rollout"], line["consistency/mismatch_count"]) for line in lines] == [(0, 0), (1, 1)]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RL_KERNEL_RUN_DIR", str(tmp_path / "file"))
+    with pytest.raises(EngineError, match="RL_KERNEL_RUN_DIR"):
+        mismatch.append(0, {})
+    monkeypatch.delenv("RL_KERNEL_RUN_DIR")
+    mismatch.append(0, {})  # nobody asked
