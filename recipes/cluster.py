@@ -258,7 +258,7 @@ class Cluster:
         ``orchestrator.weight_link`` and :mod:`recipes.engines.weight_transfer`.
 
         Raises:
-            WeightSyncError: an engine holds other bytes than the trainer afterwards, or two training ranks differ.
+            WeightSyncError: an engine holds other bytes than the trainer afterwards, or two ranks that sent differ.
             WeightLinkError: ``orchestrator.weight_link=device``, and that does not work here.
         """
         if not self.link:

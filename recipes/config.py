@@ -195,7 +195,7 @@ class DataConfig:
     limit: int | None = None
     # synthetic only
     min_len: int = 16  # tokens of the shortest prompt; the longest has rollout.max_prompt_len
-    mean_response_len: int = 512  # about, for random weights, before the cut at rollout.max_response_len
+    mean_response_len: int = 512  # about, before the cut at max_response_len; at most model.vocab_size
 
 
 @dataclass

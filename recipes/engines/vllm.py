@@ -174,7 +174,7 @@ class VllmEngine(WeightUpdates):
             from vllm import LLM
         except ImportError as error:
             raise EngineError(
-                f"vLLM cannot be imported ({error})", where="rollout", fix="Install it: see README.md, 'Install'."
+                f"vLLM cannot be imported ({error})", where="rollout", fix="Install it: see README.md."
             ) from error
         from vllm.platforms import current_platform
 
