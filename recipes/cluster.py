@@ -26,6 +26,7 @@ from recipes.engines.types import Sample, SamplingParams
 from recipes.engines.weights import HASH_KIND
 from recipes.errors import ConfigError, EngineError, RecipeError, WeightSyncError
 from recipes.transport import ActorDiedError, ActorFailedError, Transport, choose
+from rl_kernel import registry
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,6 @@ class Cluster:
         self.rollout: list[Any] = []
         self.train: list[Any] = []
         self._closed = False
-        self._kernel: dict[str, Any] | None = None
         self._engines = (rollout_engine, train_engine)
         self.transport: Transport = choose(config.orchestrator)
         self.link, self.link_reason = "", ""  # how weights travel: device | host, and why not device
@@ -195,23 +195,20 @@ class Cluster:
         return infos[: len(self.train)], infos[len(self.train) :]
 
     def kernel(self) -> dict[str, Any]:
-        """``kernel/*`` of the step row: backends in use on both sides, fallbacks, contract. Asked for once."""
-        if self._kernel is None:
-            train, rollout = self.describe()
-            infos = [*train, *rollout]
-            # What cuBLASLt's probe found is a sentence beside the backends, for the manifest.
-            used = {b for i in infos for op, b in (i.get("backends") or {}).items() if op != "cublaslt"}
-            # The count belongs to a process; several actors of one process (tests) report the same one.
-            counts: dict[Any, int] = {}
-            for info in infos:
-                pid = info.get("pid")
-                counts[pid] = max(counts.get(pid, 0), int(info.get("fallback_count", 0)))
-            self._kernel = {
-                "kernel/backend": ",".join(sorted(used)) or "stock",
-                "kernel/fallback_count": sum(counts.values()),
-                "kernel/contract": infos[0].get("contract") or "none",
-            }
-        return self._kernel
+        """``kernel/*`` of the step row: backends in use on both sides, fallbacks so far, contract."""
+        train, rollout = self.describe()
+        infos = [*train, *rollout]
+        used = {b for i in infos for op, b in (i.get("backends") or {}).items() if op not in registry.REMARKS}
+        # The count belongs to a process; several actors of one process (tests) report the same one.
+        counts: dict[Any, int] = {}
+        for info in infos:
+            pid = info.get("pid")
+            counts[pid] = max(counts.get(pid, 0), int(info.get("fallback_count", 0)))
+        return {
+            "kernel/backend": ",".join(sorted(used)) or "stock",
+            "kernel/fallback_count": sum(counts.values()),
+            "kernel/contract": infos[0].get("contract") or "none",
+        }
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, seeds: list[int], version: int

@@ -260,6 +260,12 @@ def _check_data(config: RunConfig) -> None:
             f"{config.data.min_len} exceeds rollout.max_prompt_len={config.rollout.max_prompt_len}",
             "Lower it.",
         )
+    if data and config.data.mean_response_len > config.model.vocab_size:
+        raise _error(
+            "data.mean_response_len",
+            f"{config.data.mean_response_len} exceeds model.vocab_size={config.model.vocab_size}",
+            f"Use at most {config.model.vocab_size}, or a model with a larger vocabulary.",
+        )
 
 
 def _check_hardware(config: RunConfig) -> None:
@@ -283,6 +289,10 @@ def _check_hardware(config: RunConfig) -> None:
     if hardware.device == "cpu":
         _check_cpu_memory(config)
         return
+    if orchestrator.name == "local" and hardware.nodes != 1:
+        raise _error(
+            "hardware.nodes", f"{hardware.nodes} nodes need orchestrator=vime; the embedded loop runs on one", "Use 1."
+        )
     train_world, rollout_world = train.world_size, rollout.tensor_parallel_size * rollout.num_engines
     devices = hardware.devices * hardware.nodes
     for key, world in (("train", train_world), ("rollout", rollout_world)):

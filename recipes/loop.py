@@ -145,6 +145,7 @@ class Loop:
             self.stop_for_mismatch(batch, row)
         batch.compute_advantages(self.config)
         row |= self.train(batch)
+        row |= self.cluster.kernel()  # again: backward has met shapes of its own
         self.step += 1
         self.sync()
         seconds = time.monotonic() - start

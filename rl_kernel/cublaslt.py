@@ -173,8 +173,8 @@ def report() -> dict[str, object]:
 
 
 def replaced() -> int:
-    """Classes of shapes that our own kernel serves because the library differs there."""
-    return sum(reason is not None for reason in _verdicts.values())
+    """Classes of shapes that our own kernel serves because the library differs there, or could not be asked in time."""
+    return sum(reason is not None for reason in _verdicts.values()) + len(_unprobed_in_capture)
 
 
 def summary() -> str | None:

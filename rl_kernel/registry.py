@@ -18,6 +18,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -50,8 +51,20 @@ FAST_ORDER = {
     "sm90": ("sm90", "library", "triton", "torch"),
     "gfx942": ("triton", "torch"),
 }
+# Keys of resolved() that hold a sentence, not a backend.
+REMARKS = ("cublaslt", "collectives transport", "attention backward")
+
+
+def _opt_in(all_of_them: frozenset[str]) -> set[str]:
+    chosen = {name.strip() for name in os.environ.get("RLK_BACKENDS", "").split(",")} - {""}
+    if chosen - all_of_them:
+        unknown = ", ".join(sorted(chosen - all_of_them))
+        raise ContractError(f"RLK_BACKENDS names {unknown}; known: {', '.join(sorted(all_of_them))}")
+    return set(all_of_them - chosen)
+
+
 # Backends that "auto" leaves out, which backend="..." still selects; RLK_BACKENDS=linear.sm90 lets it choose that one.
-OPT_IN = {"linear.sm90"} - set(os.environ.get("RLK_BACKENDS", "").split(","))
+OPT_IN = _opt_in(frozenset({"linear.sm90"}))
 ALL_BACKENDS = ("sm90", "library", "triton", "native", "reference", "torch")
 
 
@@ -233,14 +246,17 @@ _CONTRACT_OPS = {
 
 def resolved() -> dict[str, str]:
     """Backends chosen so far in this process, as ``{"linear[cpu,bfloat16]": "native", ...}`` (for manifest.json),
-    under ``cublaslt`` what its probes found, and under ``collectives transport`` how payloads travel between GPUs."""
+    and under the names of :data:`REMARKS` what cuBLASLt's probes found, how payloads travel between GPUs, and which
+    kernels computed attention's backward."""
     chosen = {
         f"{request.op}[{request.family},{str(request.dtype).removeprefix('torch.')}]": backend
         for request, backend in sorted(_history.items(), key=lambda item: str(item[0]))
     }
     from rl_kernel.ops.collectives import peer
 
-    for name, found in (("cublaslt", cublaslt.summary()), ("collectives transport", peer.summary())):
+    backward = sys.modules.get("rl_kernel.ops.attention.triton_backward")  # it imports Triton: only where it ran
+    remarks = (cublaslt.summary(), peer.summary(), backward.summary() if backward else None)
+    for name, found in zip(REMARKS, remarks, strict=True):
         if found is not None:
             chosen[name] = found
     return chosen

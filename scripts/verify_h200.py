@@ -1,7 +1,7 @@
 """Run the loop at Qwen3-8B shape on one or two H200s and write the evidence: reports/loop_<name>.{md,json}.
 
-    python scripts/verify_h200.py one [--only NAME ...] [key=value ...]     one GPU: strict, cost against stock
-    python scripts/verify_h200.py two [--only NAME ...] [key=value ...]     two GPUs, several topologies
+    python scripts/verify_h200.py one [--only NAME]... [key=value ...]     one GPU: strict, cost against stock
+    python scripts/verify_h200.py two [--only NAME]... [key=value ...]     two GPUs, several topologies
 
 Every row is the product's own entry point with Hydra overrides; metrics.jsonl, manifest.json and report.html of each
 stay in the output folder. A strict row must count no mismatch, the stock row some. Rows of one comparison draw the
@@ -17,6 +17,7 @@ import datetime
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -76,6 +77,8 @@ def execute(run: Run, folder: Path, extra: list[str], timeout: float) -> dict[st
     """Run one configuration in a fresh folder and read its metrics back."""
     overrides = [*run.overrides, *extra, f"trainer.steps={run.steps}", "logger=jsonl"]
     command = [sys.executable, "-m", "recipes.main", *overrides, "trainer.resume=never", f"hydra.run.dir={folder}"]
+    if folder.exists():
+        shutil.rmtree(folder)
     started = time.time()
     with folder.with_suffix(".log").open("w", encoding="utf-8") as log:
         try:
@@ -131,6 +134,8 @@ def verdict(run: Run, row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """``pass``, or what is wrong."""
     if row["exit_code"] != 0 or row["steps"] != run.steps:
         return f"FAIL: exit code {row['exit_code']} after {row['steps']} steps"
+    if not row["active_tokens"]:
+        return "FAIL: nothing was compared"
     if run.strict and row["mismatches"]:
         return f"FAIL: {row['mismatches']} mismatches"
     if not run.strict and not row["mismatches"]:
@@ -186,7 +191,7 @@ def report(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("matrix", choices=("one", "two"))
-    parser.add_argument("--only", nargs="*", default=None, help="substrings of row names")
+    parser.add_argument("--only", action="append", default=None, help="substring of row names; may be repeated")
     parser.add_argument("--steps", type=int, default=None, help="instead of each row's own number")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a row may take")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "verify_h200")

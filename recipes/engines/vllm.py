@@ -170,6 +170,8 @@ class VllmEngine(WeightUpdates):
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # cannot return processed log-probabilities
+        # This process has threads, and a fork inherits their locks.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         try:
             from vllm import LLM
         except ImportError as error:

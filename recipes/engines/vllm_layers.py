@@ -86,6 +86,14 @@ def active_settings() -> Settings | None:
     return _read_settings(environment, "RL_KERNEL_MODE")
 
 
+def asked_for() -> bool:
+    """Whether the engine being built was started by ours or with RL_KERNEL_MODE, in whatever mode."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    extra = getattr(get_current_vllm_config_or_none(), "additional_config", None)
+    return (isinstance(extra, dict) and CONFIG_KEY in extra) or active_settings() is not None
+
+
 def require(module: str, name: str, *attributes: str) -> Any:
     """``module.name``, which must have ``attributes``.
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import rl_kernel
-from recipes.engines.vllm_layers import active_settings, require
+from recipes.engines.vllm_layers import active_settings, asked_for, require
 from recipes.errors import ConfigError
 
 SEED_KEY = "rl_kernel_seed"  # in SamplingParams.extra_args
@@ -157,8 +157,9 @@ def install() -> None:
         self.rl_kernel = settings if settings is not None and settings.mode in ("strict", "audit") else None
         if self.rl_kernel is not None:
             self.compute_logprobs = lambda logits: rl_kernel.log_softmax(logits.float())
-        # Stock code compiles a kernel for the rank of the token, which nobody reads.
-        self.gather_logprobs = _gather
+        if asked_for():
+            # Stock code compiles a kernel for the rank of the token, which our engine does not read.
+            self.gather_logprobs = _gather
 
     def _gather(logprobs: torch.Tensor | SampledLogp, num_logprobs: int, token_ids: torch.Tensor) -> Any:
         column = token_ids.unsqueeze(-1)

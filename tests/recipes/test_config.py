@@ -249,12 +249,15 @@ def test_what_does_not_fit_one_device_is_refused():
 
 
 def test_synthetic_data_and_reward_belong_together():
-    config = composed("data=synthetic", "data.min_len=4")
+    synthetic = ("data=synthetic", "data.mean_response_len=32")
+    config = composed(*synthetic, "data.min_len=4")
     assert config.data.path == config.reward.name == "synthetic"
     for overrides in (["reward.name=synthetic"], ["data=synthetic", "reward.name=arithmetic"]):
         with pytest.raises(ConfigError, match="reward.name"):
             composed(*overrides)
     with pytest.raises(ConfigError, match="data.min_len: 99 exceeds"):
-        composed("data=synthetic", "data.min_len=99")
+        composed(*synthetic, "data.min_len=99")
+    with pytest.raises(ConfigError, match="data.mean_response_len: 512 exceeds model.vocab_size=139"):
+        composed("data=synthetic")
     with pytest.raises(ConfigError, match="data.path: vime"):
         composed("hardware=h200", "orchestrator=vime", "model=qwen3_8b", "data=synthetic")

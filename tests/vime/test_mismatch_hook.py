@@ -76,7 +76,7 @@ def test_masked_tokens_do_not_count() -> None:
     assert stats.mismatch_count == 0 and stats.active_tokens == 13 + 1 + 39 + 8
 
 
-def test_every_step_leaves_a_line(tmp_path, monkeypatch) -> None:
+def test_every_step_leaves_a_line(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setenv("RL_KERNEL_RUN_DIR", str(tmp_path / "run"))
     for step, change in enumerate((None, 2)):
         mismatch.append(step, mismatch.local_stats(rollout_data(LENGTHS, 1, 0, change), 1, 0).metrics())
@@ -84,7 +84,7 @@ def test_every_step_leaves_a_line(tmp_path, monkeypatch) -> None:
     assert [(line["rollout"], line["consistency/mismatch_count"]) for line in lines] == [(0, 0), (1, 1)]
     (tmp_path / "file").touch()
     monkeypatch.setenv("RL_KERNEL_RUN_DIR", str(tmp_path / "file"))
-    with pytest.raises(EngineError, match="RL_KERNEL_RUN_DIR"):
-        mismatch.append(0, {})
+    mismatch.append(0, {})
+    assert "cannot be written" in caplog.text
     monkeypatch.delenv("RL_KERNEL_RUN_DIR")
     mismatch.append(0, {})  # nobody asked

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections import Counter
 from types import ModuleType
 
 import torch
@@ -21,6 +22,12 @@ import triton.language as tl
 from rl_kernel.triton_utils import LOG2E, device_guard, is_hip, launch_row, next_power_of_2, options, tree_sum
 
 _log = logging.getLogger(__name__)
+_calls: Counter[str] = Counter()  # by the reason for the portable kernels, or the name of the others
+
+
+def summary() -> str | None:
+    """Which kernels computed the backward in this process, and why; ``None`` before the first."""
+    return "; ".join(f"{count} x {reason}" for reason, count in _calls.items()) or None
 
 
 @functools.cache
@@ -166,7 +173,9 @@ def backward(
     """
     if q.shape[0]:
         found = hopper(q.device)
-        if not isinstance(found, str) and found.unusable(q, k, v, cu_q, cu_k) is None:
+        reason = found if isinstance(found, str) else found.unusable(q, k, v, cu_q, cu_k)
+        _calls[reason or "TMA and warp groups (sm90_backward)"] += 1
+        if not isinstance(found, str) and reason is None:
             return found.backward(dout, q, k, v, out, lse, cu_q, cu_k, scale, group)
     return portable(dout, q, k, v, out, lse, cu_q, cu_k, scale, group)
 
