@@ -137,15 +137,15 @@ class Loop:
         batch, row = self.collect()
         self.evaluate(batch)
         stats = batch.compare()
-        row = {"step": self.step, "train/weight_version": self.step, **row, **stats.metrics(), **self.cluster.kernel()}
+        row = {"step": self.step, "train/weight_version": self.step, **row, **stats.metrics()}
         row["train/weight_hash"], row["consistency/digest"] = self.weight_hash[:16], batch.digest()[:16]
         strict = self.config.consistency.mode == "strict"
         if (stats.mismatch_count and strict) or row["consistency/nonfinite_count"]:
-            write({**row, **self.times})
+            write({**row, **self.cluster.kernel(), **self.times})
             self.stop_for_mismatch(batch, row)
         batch.compute_advantages(self.config)
         row |= self.train(batch)
-        row |= self.cluster.kernel()  # again: backward has met shapes of its own
+        row |= self.cluster.kernel()  # after backward, which has met shapes of its own
         self.step += 1
         self.sync()
         seconds = time.monotonic() - start

@@ -1,16 +1,18 @@
 """Cross-compile kernel variants for sm_90 and gfx942 without a GPU and check what they became.
 
-    python scripts/audit_kernels.py [--family sm90 gfx942] [--sample] [--out FILE.json]
+    python scripts/audit_kernels.py [--family sm90 gfx942] [--sample] [--out OUT]
 
 Every launch that the operators make for the shapes below is captured and compiled for the target, with the launch
 tables of its family. All variants of one operator must use one family of matrix instructions, accumulate in one chain,
-and have no float atomics, no layout-ordered sums, no contraction and no spills (see :mod:`rl_kernel.audit`). The exit
-status is 1 when a variant fails. ``--sample`` takes the variants that CI compiles.
+and have no float atomics, no layout-ordered sums, no contraction and no spills beyond what :mod:`rl_kernel.audit`
+allows. The exit status is 1 when a variant fails. ``--sample`` takes the variants that CI compiles; ``--out`` writes
+OUT.json and, a row an operator, OUT.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
 import json
 import sys
@@ -20,10 +22,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+import triton
 
 from rl_kernel import audit
 
@@ -122,7 +126,7 @@ def calls(family: str, sample: bool) -> Iterator[tuple[str, Callable[[], object]
         yield "sampling", lambda: sampling.draw(x, numbers)
 
 
-def run(family: str, sample: bool) -> tuple[list[dict[str, object]], list[str]]:
+def run(family: str, sample: bool) -> tuple[list[dict[str, Any]], list[str]]:
     """All variants of one family: their reports, and the problems."""
     by_op: dict[str, list[audit.Report]] = defaultdict(list)
     seen: set[str] = set()
@@ -151,6 +155,30 @@ def run(family: str, sample: bool) -> tuple[list[dict[str, object]], list[str]]:
     return records, problems
 
 
+def table(records: list[dict[str, Any]], problems: list[str]) -> str:
+    """The Markdown report."""
+    lines = [
+        "# Instruction audit",
+        "",
+        f"`{' '.join(['python', *sys.argv])}`, Triton {triton.__version__}, cross-compiled without a GPU, "
+        f"{datetime.date.today()}: {len(records)} variants, {len(problems)} problems. Checked: matrix instructions, one "
+        "accumulator chain, float atomics, layout-ordered sums, contraction, spills.",
+        "",
+        "| family | operator | variants | matrix instructions | largest spill |",
+        "|---|---|---|---|---|",
+    ]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for record in records:
+        groups[record["family"], record["op"]].append(record)
+    for (family, op), group in groups.items():
+        names = sorted(
+            {name.replace(".sync.aligned", "").replace(".mma_async", "") for r in group for name in r["mma"]}
+        )
+        spill = max(record["spills"] for record in group)
+        lines.append(f"| {family} | {op} | {len(group)} | {', '.join(names) or 'none'} | {spill} |")
+    return "\n".join([*lines, "", *problems]).rstrip() + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", nargs="+", default=["sm90", "gfx942"], choices=sorted(audit.TARGETS))
@@ -163,7 +191,9 @@ def main() -> None:
         records += found
         problems += wrong
     if args.out:
-        Path(args.out).write_text(json.dumps({"variants": records, "problems": problems}, indent=1), encoding="utf-8")
+        text = json.dumps({"variants": records, "problems": problems}, indent=1)
+        Path(args.out + ".json").write_text(text + "\n", encoding="utf-8")
+        Path(args.out + ".md").write_text(table(records, problems), encoding="utf-8")
     print(f"{len(records)} variants, {len(problems)} problems")
     for problem in problems:
         print(" ", problem)

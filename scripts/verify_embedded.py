@@ -94,6 +94,27 @@ def mean(rows: list[dict[str, Any]], key: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The step rows of a run; none where it did not come so far."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def shown(command: list[str]) -> str:
+    """``command`` for a report: without the interpreter's path and the folder, which differ from machine to machine."""
+    return shlex.join(["python", *(item for item in command[1:] if not item.startswith("hydra.run.dir="))])
+
+
+def counts(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was compared in all steps of a run."""
+    return {
+        "steps": len(rows),
+        "active_tokens": sum(row["consistency/active_tokens"] for row in rows),
+        "mismatches": sum(row["consistency/mismatch_count"] for row in rows),
+        "max_abs_diff": max((row["consistency/max_abs_diff"] for row in rows), default=None),
+    }
+
+
 def execute(run: Run, folder: Path) -> dict[str, Any]:
     """Run one configuration in a fresh folder and read its metrics back."""
     overrides = [*run.overrides, f"trainer.steps={run.steps}", f"hydra.run.dir={folder}", "logger=jsonl"]
@@ -105,19 +126,14 @@ def execute(run: Run, folder: Path) -> dict[str, Any]:
         memory.start()
         code = process.wait()
         memory.stop.set()
-    path = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    rows = read_metrics(folder)
     edge = min(20, max(1, len(rows) // 2))
     return {
         "name": run.name,
-        # Without the folder, which differs from machine to machine.
-        "command": shlex.join(["python", *(item for item in command[1:] if not item.startswith("hydra.run.dir="))]),
+        "command": shown(command),
         "exit_code": code,
-        "steps": len(rows),
         "seconds": round(time.time() - started, 1),
-        "active_tokens": sum(row["consistency/active_tokens"] for row in rows),
-        "mismatches": sum(row["consistency/mismatch_count"] for row in rows),
-        "max_abs_diff": max((row["consistency/max_abs_diff"] for row in rows), default=None),
+        **counts(rows),
         "reward_first": mean(rows[:edge], "reward/mean"),
         "reward_last": mean(rows[-edge:], "reward/mean"),
         "falls_first": mean(rows[:edge], run.falls) if run.falls else None,

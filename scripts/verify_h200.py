@@ -7,7 +7,7 @@ Every row is the product's own entry point with Hydra overrides; metrics.jsonl, 
 stay in the output folder. A strict row must count no mismatch, the stock row some. Rows of one comparison draw the
 same prompts with the same seeds, so their first steps (equal weights) must agree in every token and bit, which the
 digest of tokens and log-probabilities shows. Further key=value arguments go to every row. A row that fails is written
-as FAIL, never left out.
+as FAIL, never left out. ``--only`` makes the chosen rows again and keeps the others of the report.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from verify_embedded import counts, mean, read_metrics, shown
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("rollout", "logp", "update", "sync", "step")
@@ -85,23 +87,14 @@ def execute(run: Run, folder: Path, extra: list[str], timeout: float) -> dict[st
             code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=timeout).returncode
         except subprocess.TimeoutExpired:
             code = 124
-    path = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    rows = read_metrics(folder)
     timed = rows[1:] or rows  # the first step compiles, probes and warms up
-
-    def mean(key: str) -> float | None:
-        values = [row[key] for row in timed if row.get(key) is not None]
-        return sum(values) / len(values) if values else None
-
     return {
         "name": run.name,
-        "command": shlex.join(["python", *(item for item in command[1:] if not item.startswith("hydra.run.dir="))]),
+        "command": shown(command),
         "exit_code": code,
-        "steps": len(rows),
         "seconds": round(time.time() - started, 1),
-        "active_tokens": sum(row["consistency/active_tokens"] for row in rows),
-        "mismatches": sum(row["consistency/mismatch_count"] for row in rows),
-        "max_abs_diff": max((row["consistency/max_abs_diff"] for row in rows), default=None),
+        **counts(rows),
         "digest": rows[0].get("consistency/digest") if rows else None,
         "reward": [row["reward/mean"] for row in rows],
         "grad_norm": [row.get("train/policy_grad_norm") for row in rows],
@@ -109,8 +102,8 @@ def execute(run: Run, folder: Path, extra: list[str], timeout: float) -> dict[st
         "backend": rows[-1].get("kernel/backend") if rows else None,
         "fallback_count": rows[-1].get("kernel/fallback_count") if rows else None,
         "contract": rows[-1].get("kernel/contract") if rows else None,
-        "response_tokens": mean("rollout/response_tokens"),
-        "times": {stage: mean(f"time/{stage}") for stage in STAGES},
+        "response_tokens": mean(timed, "rollout/response_tokens"),
+        "times": {stage: mean(timed, f"time/{stage}") for stage in STAGES},
         **engines(folder / "manifest.json"),
     }
 
@@ -181,7 +174,16 @@ def report(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
                 if strict["times"][stage] and stock["times"][stage]
             ]
             lines += ["", f"Strict time over stock time, {name}: {', '.join(ratios)}."]
-    facts = ["backend", "contract", "fallback_count", "train_peak_gib", "weight_sync", "versions", "preemptions"]
+    facts = [
+        "commit",
+        "backend",
+        "contract",
+        "fallback_count",
+        "train_peak_gib",
+        "weight_sync",
+        "versions",
+        "preemptions",
+    ]
     facts += ["prefix_cache_hit_tokens", "reward", "grad_norm", "weight_hash"]
     lines += ["", "## Facts", "", *(f"- {r['name']}: " + json.dumps({k: r.get(k) for k in facts}) for r in rows)]
     lines += ["", "## Commands", "", "```", *(row["command"] for row in rows), "```", ""]
@@ -211,21 +213,23 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
     }
     target = arguments.report or ROOT / "reports" / f"loop_h200_{arguments.matrix}"
-    rows: list[dict[str, Any]] = []
+    kept: dict[str, dict[str, Any]] = {}
+    if arguments.only is not None and target.with_suffix(".json").exists():  # each with the commit it was measured at
+        kept = {row["name"]: row for row in json.loads(target.with_suffix(".json").read_text())["runs"]}
     for run in {"one": one, "two": two}[arguments.matrix]():
         if arguments.only is not None and not any(part in run.name for part in arguments.only):
             continue
         run = Run(**{**vars(run), "steps": arguments.steps or run.steps})
         name = "".join(c if c.isalnum() else "-" for c in run.name)
         row = execute(run, arguments.out / name, extra, arguments.timeout)
-        rows.append({**row, "same": run.same, "cost": run.cost, "strict": run.strict})
-        rows[-1]["verdict"] = verdict(run, rows[-1], rows)
-        print(
-            json.dumps({k: v for k, v in rows[-1].items() if k not in ("command", "reward", "grad_norm")}), flush=True
-        )
+        facts = {"same": run.same, "cost": run.cost, "strict": run.strict, "commit": about["commit"]}
+        kept[run.name] = row = {**row, **facts}
+        rows = list(kept.values())
+        row["verdict"] = verdict(run, row, rows)
+        print(json.dumps({k: v for k, v in row.items() if k not in ("command", "reward", "grad_norm")}), flush=True)
         target.with_suffix(".json").write_text(json.dumps({**about, "runs": rows}, indent=1) + "\n", encoding="utf-8")
         target.with_suffix(".md").write_text(report(rows, about), encoding="utf-8")
-    sys.exit(any(row["verdict"] != "pass" for row in rows))
+    sys.exit(any(row["verdict"] != "pass" for row in kept.values()))
 
 
 if __name__ == "__main__":

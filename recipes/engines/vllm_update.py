@@ -6,6 +6,7 @@ every cached prefix is forgotten.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-class WeightUpdates:
+class WeightUpdates(ABC):
     """The part of :class:`recipes.engines.vllm.VllmEngine` that takes weights."""
 
     tensors: dict[str, tuple[tuple[int, ...], str]]  # what the workers need: shape and dtype by name
@@ -39,11 +40,13 @@ class WeightUpdates:
     _incoming: tuple[dict[str, tuple[tuple[int, ...], str]], int] | None = None
     _digests: dict[str, bytes]
 
+    @abstractmethod
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        raise NotImplementedError
+        """Call a method of every worker."""
 
+    @abstractmethod
     def _check_ready(self, weight_version: int | None) -> None:
-        raise NotImplementedError
+        """Raise unless the engine runs, with these weights where a version is given."""
 
     @in_own_mode
     def update_weights(self, named: Mapping[str, torch.Tensor], version: int, expected_hash: str | None = None) -> str:

@@ -1,7 +1,9 @@
-"""Matrix products on Hopper: our kernels (csrc/sm90) where they beat the library, the library elsewhere.
+"""Matrix products on Hopper: our kernels (csrc/sm90) where the launch table says so, the library elsewhere.
 
-* at most 64 rows: ``few_rows``, which reads the weight at the speed of the memory, segments included;
-* K in 2, 4 or 8 segments and more rows: ``segments``, one launch that keeps the tree's values on the chip.
+* at most 64 rows: ``few_rows``, segments included. On an H200 it is behind the library, except in several segments of
+  at most 16 rows (``reports/linear_logp_sm90.md``), which is where the table chooses it;
+* K in 2, 4 or 8 segments and more rows: ``segments``, one launch that keeps the tree's values on the chip. Its bits are
+  tested, its time is not measured yet, which is why ``auto`` does not choose this backend (``registry.OPT_IN``).
 
 The launch table says which sizes go to which (``linear_sm90``, rows by M: ``single`` for one segment, ``segments`` for
 several, ``dgrad`` for the gradient of x in several): data, so speed alone changes with it. All have the same bits.
