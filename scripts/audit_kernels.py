@@ -15,6 +15,7 @@ import argparse
 import datetime
 import importlib
 import json
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -157,12 +158,13 @@ def run(family: str, sample: bool) -> tuple[list[dict[str, Any]], list[str]]:
 
 def table(records: list[dict[str, Any]], problems: list[str]) -> str:
     """The Markdown report."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     lines = [
         "# Instruction audit",
         "",
-        f"`{' '.join(['python', *sys.argv])}`, Triton {triton.__version__}, cross-compiled without a GPU, "
-        f"{datetime.date.today()}: {len(records)} variants, {len(problems)} problems. Checked: matrix instructions, one "
-        "accumulator chain, float atomics, layout-ordered sums, contraction, spills.",
+        f"`{' '.join(['python', *sys.argv])}` at {commit.stdout.strip() or 'unknown'}, Triton {triton.__version__}, "
+        f"cross-compiled without a GPU, {datetime.date.today()}: {len(records)} variants, {len(problems)} problems. "
+        "Checked: matrix instructions, one accumulator chain, float atomics, layout-ordered sums, contraction, spills.",
         "",
         "| family | operator | variants | matrix instructions | largest spill |",
         "|---|---|---|---|---|",
