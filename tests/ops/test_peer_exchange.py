@@ -95,14 +95,13 @@ def test_errors_name_the_setting(monkeypatch):
 
 def test_ranks_take_one_path_for_one_reason():
     def fact(**changes):
-        return {"reason": None, "machine": "a", "uuid": "0", "bytes": 1, "choice": "auto", **changes}
+        return {"reason": None, "machine": "a", "uuid": "0", **changes}
 
     device = torch.device("cuda", 0)
     assert peer._disagreement([fact(), fact(uuid="1")], device) is None
     assert "rank 1: not built" in peer._disagreement([fact(), fact(uuid="1", reason="not built")], device)
     assert "several machines" in peer._disagreement([fact(), fact(uuid="1", machine="b")], device)
     assert "share a GPU" in peer._disagreement([fact(), fact()], device)
-    assert "BUFFER_MIB" in peer._disagreement([fact(), fact(uuid="1", bytes=2)], device)
 
 
 def test_cpu_ranks_need_nothing():
@@ -136,15 +135,16 @@ def test_compiles_without_spills(tmp_path):
         assert "FADD" in listing and "FFMA" not in listing and not re.search(r"\b(RED|ATOM)\w*\.\S*(F32|BF16)", listing)
 
 
-def _prepared(group, failing: int | None, environment: dict[str, str]):
-    """`prepare` on real processes, with the GPU's part replaced."""
+def _prepared(group, failing: int | None, environment: dict[str, str], only: int | None = None):
+    """`prepare` on real processes, with the GPU's part replaced. ``only``: the rank that has ``environment``."""
     import warnings
 
     from tests.ops.test_peer_exchange import fake_gpus
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
+        if only in (None, group.rank()):
+            for name, value in environment.items():
+                patch.setenv(name, value)
         fake_gpus(patch, group, failing)
         peer._known.clear()
         with warnings.catch_warnings(record=True) as caught:
@@ -155,7 +155,7 @@ def _prepared(group, failing: int | None, environment: dict[str, str]):
                 assert made == again
             except Exception as error:  # noqa: BLE001 - the kind is what is tested
                 made = f"{type(error).__name__}: {error}"
-        found = peer.report()[group.group_name]
+        found = peer.report().get(group.group_name, {"path": "none", "reason": None})
         peer._known.clear()
         return made, found["path"], found["reason"], [str(w.message) for w in caught]
 
@@ -174,7 +174,7 @@ def fake_gpus(patch, group, failing):
     patch.setattr(torch.cuda, "device_count", lambda: 0)
     patch.setattr(torch.cuda, "synchronize", lambda device: None)
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    patch.setattr(peer, "_unavailable", lambda group, device: None)
+    patch.setattr(peer, "_unavailable", lambda group, device, choice: None)
     patch.setattr(peer, "_uuid", lambda index: str(group.rank()))
     patch.setattr(peer, "_map", mapped)
 
@@ -187,3 +187,32 @@ def test_prepare_agrees_over_the_ranks(ranks):
         assert len(warned) == (rank == 0)
     for made, path, reason, _ in ranks.run(2, _prepared, 1, {"RLK_COLLECTIVES": "peer"}):
         assert "UnsupportedError" in made and "rank 1" in reason and path == "gather"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RLK_COLLECTIVES", "fast", "must be auto, peer or gather"),
+        ("RLK_COLLECTIVES_BUFFER_MIB", "-1", "must be a whole number above 0"),
+        ("RLK_COLLECTIVES_BUFFER_MIB", "2", "is too small for 4 ranks; use at least 16"),
+        ("RLK_COLLECTIVES_TIMEOUT_S", "soon", "must be a whole number above 0"),
+    ],
+)
+def test_a_wrong_setting_of_one_rank_is_an_error_of_all(ranks, name, value, said):
+    """A rank that raised alone would leave the others in their collective until the group's timeout."""
+    for made, path, _, _ in ranks.run(4, _prepared, None, {name: value}, 2):
+        assert made.startswith("ContractError: rank 2: " + name) and said in made and "unset it" in made
+        assert path == "none"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RLK_COLLECTIVES", "peer"), ("RLK_COLLECTIVES_BUFFER_MIB", "32"), ("RLK_COLLECTIVES_TIMEOUT_S", "5")],
+)
+def test_settings_that_differ_are_an_error_of_all_ranks(ranks, name, value):
+    found = ranks.run(4, _prepared, None, {name: value}, 1)
+    assert len({made for made, *_ in found}) == 1
+    assert found[0][0].startswith(f"ContractError: {name} differs") and "on rank 0, rank 2, rank 3" in found[0][0]
+    assert f"{value} on rank 1" in found[0][0].replace("'", "")
+    for made, *_ in ranks.run(4, _prepared, None, {name: value}):  # the same value everywhere is fine
+        assert made is True

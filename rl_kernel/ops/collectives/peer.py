@@ -12,6 +12,9 @@ Environment:
     RLK_COLLECTIVES: ``auto`` (default), ``peer`` (an error where it cannot be had), ``gather`` (never).
     RLK_COLLECTIVES_BUFFER_MIB: memory of one group on each GPU, 64 by default; larger payloads pass through in pieces.
     RLK_COLLECTIVES_TIMEOUT_S: a kernel that waits longer for another rank fails, 600 by default.
+
+All ranks of a group need the same values. Ranks exchange them before anything else, so that a value that is wrong, or
+another one, on one rank is an error of every rank instead of a rank that waits for one that is gone.
 """
 
 from __future__ import annotations
@@ -237,9 +240,50 @@ def _choice() -> str:
     return choice
 
 
-def _unavailable(group: dist.ProcessGroup, device: torch.device) -> str | None:
+def _settings(ranks: int, max_bytes: int | None) -> dict[str, Any]:
+    """What the environment and the caller of :func:`prepare` ask for, by name.
+
+    Raises:
+        ContractError: a value is wrong for a group of ``ranks`` ranks; names the variable.
+    """
+    found = {
+        "RLK_COLLECTIVES": _choice(),
+        "RLK_COLLECTIVES_BUFFER_MIB": _number("RLK_COLLECTIVES_BUFFER_MIB", 64),
+        "RLK_COLLECTIVES_TIMEOUT_S": _number("RLK_COLLECTIVES_TIMEOUT_S", 600),
+        "max_bytes": max_bytes,
+    }
+    if ranks <= MAX_RANKS:
+        layout_of(ranks, found["RLK_COLLECTIVES_BUFFER_MIB"] << 20)
+    return found
+
+
+def _require_same(answers: list[dict[str, Any] | str], names: list[str]) -> dict[str, Any]:
+    """The settings of all ranks, where they are one; each rank computes this from the same answers.
+
+    Args:
+        answers: by rank, its :func:`_settings`, or what was wrong with them.
+        names: of the ranks.
+
+    Raises:
+        ContractError: names the rank, the variable, the values and the fix.
+    """
+    found: list[dict[str, Any]] = []
+    for name, answer in zip(names, answers, strict=True):
+        if isinstance(answer, str):
+            raise ContractError(f"{name}: {answer}. Correct or unset it there, and give every rank the same value")
+        found.append(answer)
+    for key in found[0]:
+        values: dict[Any, list[str]] = {}
+        for name, answer in zip(names, found, strict=True):
+            values.setdefault(answer[key], []).append(name)
+        if len(values) > 1:
+            told = "; ".join(f"{value!r} on {', '.join(which)}" for value, which in values.items())
+            raise ContractError(f"{key} differs within a process group: {told}. Give every rank the same value")
+    return found[0]
+
+
+def _unavailable(group: dist.ProcessGroup, device: torch.device, choice: str) -> str | None:
     """Why this process cannot take part, as far as it knows alone."""
-    choice = _choice()
     if choice == "gather":
         return "RLK_COLLECTIVES=gather"
     if group.size() > MAX_RANKS:
@@ -284,8 +328,6 @@ def _disagreement(facts: list[dict[str, Any]], device: torch.device) -> str | No
         return "the ranks are on several machines"
     if len({fact["uuid"] for fact in facts}) < len(facts):
         return "two ranks share a GPU"
-    if len({(fact["bytes"], fact["choice"]) for fact in facts}) > 1:
-        return "RLK_COLLECTIVES or RLK_COLLECTIVES_BUFFER_MIB differ between the ranks"
     visible = {_uuid(i): i for i in range(torch.cuda.device_count())}
     for rank, fact in enumerate(facts):  # a GPU that this process does not see can still be reached
         other = visible.get(fact["uuid"])
@@ -295,7 +337,7 @@ def _disagreement(facts: list[dict[str, Any]], device: torch.device) -> str | No
 
 
 @torch.inference_mode(False)  # engines call inside inference mode; the buffers outlive it
-def _map(group: dist.ProcessGroup, device: torch.device, size: int) -> Peers:
+def _map(group: dist.ProcessGroup, device: torch.device, size: int, timeout_s: int) -> Peers:
     import torch.distributed._symmetric_memory as symmetric
 
     # Multicast objects are never needed here, and some machines must not create any.
@@ -313,7 +355,7 @@ def _map(group: dist.ProcessGroup, device: torch.device, size: int) -> Peers:
         handle.rank,
         size,
         device,
-        timeout_s=_number("RLK_COLLECTIVES_TIMEOUT_S", 600),
+        timeout_s=timeout_s,
         steps=memory[layout.steps_offset :][: 8 * layout.lanes].view(torch.int64),
         owner=(memory, handle),
     )
@@ -331,6 +373,7 @@ def prepare(group: dist.ProcessGroup | None, max_bytes: int | None = None) -> bo
 
     Raises:
         UnsupportedError: ``RLK_COLLECTIVES=peer`` and peer memory cannot be had.
+        ContractError: a variable is wrong, or differs between the ranks; on every rank, naming the one.
     """
     if not torch.cuda.is_available() or group is None or group.size() == 1:
         return False
@@ -340,9 +383,6 @@ def prepare(group: dist.ProcessGroup | None, max_bytes: int | None = None) -> bo
     if torch.cuda.is_current_stream_capturing():
         raise ContractError("collectives.prepare cannot run inside a graph capture; call it where the engine starts")
     device = torch.device("cuda", torch.cuda.current_device())
-    size = _number("RLK_COLLECTIVES_BUFFER_MIB", 64) << 20
-    if max_bytes is not None:
-        size = min(size, max(16 << 20, 1 << (8 * max(1, max_bytes) - 1).bit_length()))
     ranks = group.size()
 
     def exchange(value: Any) -> list[Any]:
@@ -356,30 +396,33 @@ def prepare(group: dist.ProcessGroup | None, max_bytes: int | None = None) -> bo
         reasons = exchange(reason)
         return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), None)
 
+    try:
+        asked: dict[str, Any] | str = _settings(ranks, max_bytes)
+    except ContractError as error:
+        asked = str(error)
+    names = [f"rank {dist.get_global_rank(group, rank)}" for rank in range(ranks)]
+    settings = _require_same(exchange(asked), names)
+    choice, size = settings["RLK_COLLECTIVES"], settings["RLK_COLLECTIVES_BUFFER_MIB"] << 20
+    if max_bytes is not None:
+        size = min(size, max(16 << 20, 1 << (8 * max(1, max_bytes) - 1).bit_length()))
     facts = exchange(
-        {
-            "reason": _unavailable(group, device),
-            "machine": _machine(),
-            "uuid": _uuid(device.index),
-            "bytes": size,
-            "choice": _choice(),
-        }  # fmt: skip
+        {"reason": _unavailable(group, device, choice), "machine": _machine(), "uuid": _uuid(device.index)}
     )
     peers = None
     reason = agreed(_disagreement(facts, device))
     if reason is None:
         failure = None
         try:
-            peers = _map(group, device, size)
+            peers = _map(group, device, size, settings["RLK_COLLECTIVES_TIMEOUT_S"])
             torch.cuda.synchronize(device)
         except Exception as error:  # noqa: BLE001 - whatever torch raises here, the other path works
             failure = f"setting up peer memory failed: {type(error).__name__}: {str(error).splitlines()[0]}"
         reason = agreed(failure)
         peers = peers if reason is None else None
     _known[group.group_name] = _Group(weakref.ref(group), peers, reason, size / 2**20)
-    if reason is not None and group.rank() == 0 and _choice() == "auto":
+    if reason is not None and group.rank() == 0 and choice == "auto":
         warnings.warn(f"collectives of group {group.group_name} gather through the group: {reason}", stacklevel=2)
-    if peers is None and _choice() == "peer":
+    if peers is None and choice == "peer":
         raise UnsupportedError(f"RLK_COLLECTIVES=peer, but {reason}")
     return peers is not None
 
