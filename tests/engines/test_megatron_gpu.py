@@ -6,6 +6,7 @@ A process does all it can: starting one (imports, kernels) costs more than what 
 from __future__ import annotations
 
 import importlib.util
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ SIZES = {
 }
 # FlashAttention-3 comes with vLLM.
 BASE: dict[str, Any] = {"model": SIZES, "attention": "auto" if importlib.util.find_spec("vllm") else "blocks"}
+Groups = dict[str, Future]  # of the results of every rank
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 
 
@@ -81,22 +83,38 @@ def test_stock_operators_differ(strict: dict[str, Any]) -> None:
     assert np.array(native["history"]) == pytest.approx(np.array(strict["first"]["history"]), rel=0.05)
 
 
+@pytest.fixture(scope="module")
+def groups() -> Groups:
+    """What every group of two ranks returns, and one rank beside them: all at the same time, since what takes long is
+    the start of a process."""
+    wanted = {
+        "one": (1, Case(**BASE), 3),
+        "tp2": (2, Case(**BASE, tp=2), 3),
+        "dp2": (2, Case(**BASE, dp=2), 2),
+        "dp2 again": (2, Case(**BASE, dp=2), 2),
+        "stock tp2": (2, Case(**BASE, mode="native", tp=2), 2),
+        "stock dp2": (2, Case(**BASE, mode="native", dp=2), 2),
+    }
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        return {name: pool.submit(run, world, jobs.train, case, n) for name, (world, case, n) in wanted.items()}
+
+
 @two_devices
-def test_tensor_parallel_has_the_same_bits(strict: dict[str, Any]) -> None:
-    one = strict["first"]
-    for rank in run(2, jobs.train, Case(**BASE, tp=2), 3):
+def test_tensor_parallel_has_the_same_bits(groups: Groups) -> None:
+    (one,) = groups["one"].result()
+    for rank in groups["tp2"].result():
         assert (rank["last"], rank["history"], rank["hash"]) == (one["last"], one["history"], one["hash"])
 
 
 @two_devices
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2}], ids=["tp2", "dp2"])
-def test_stock_operators_run_in_parallel(layout: dict[str, int]) -> None:
-    ranks = run(2, jobs.train, Case(**BASE, mode="native", **layout), 2)
+@pytest.mark.parametrize("name", ["stock tp2", "stock dp2"])
+def test_stock_operators_run_in_parallel(groups: Groups, name: str) -> None:
+    ranks = groups[name].result()
     assert ranks[0]["hash"] == ranks[1]["hash"]
     assert np.isfinite(np.array([rank["history"] for rank in ranks])).all()
 
 
 @two_devices
-def test_data_parallel_repeats_its_bits(strict: dict[str, Any]) -> None:
-    first, second = (run(2, jobs.train, Case(**BASE, dp=2), 2) for _ in range(2))
+def test_data_parallel_repeats_its_bits(groups: Groups) -> None:
+    first, second = groups["dp2"].result(), groups["dp2 again"].result()
     assert first[0]["hash"] == first[1]["hash"] == second[0]["hash"]
