@@ -1,4 +1,8 @@
-"""``--spec recipes.vime.spec strict_layer_spec``: the strict layer modules for the models vime builds."""
+"""``--spec recipes.vime.spec NAME``: layer modules for the models vime builds.
+
+``strict_layer_spec`` is the strict arm's. ``local_layer_spec``, with ``--transformer-impl local``, is for the control
+(``consistency=native``) on a machine without Transformer Engine, whose layers vime would use otherwise.
+"""
 
 from __future__ import annotations
 
@@ -23,3 +27,11 @@ def strict_layer_spec(args: Namespace, config: Any, vp_stage: int | None = None)
         + getattr(args, "data_pad_size_multiplier", 0),
     )
     return fuse_norms(block)
+
+
+def local_layer_spec(args: Namespace, config: Any, vp_stage: int | None = None) -> Any:
+    """Megatron's local layers with torch's FlashAttention on the pack, under the parameter names that vime converts."""
+    from recipes.engines.megatron_native import native_spec
+    from recipes.vime.layers import fuse_local_norms
+
+    return fuse_local_norms(native_spec(on_cpu=False))
