@@ -36,7 +36,9 @@ class _NormFirst:
 
     def norm(self, input_: torch.Tensor) -> torch.Tensor:
         epsilon = self.config.layernorm_epsilon  # type: ignore[attr-defined]
-        return rl_kernel.rms_norm(input_, self.layer_norm_weight, epsilon)
+        out = rl_kernel.rms_norm(input_, self.layer_norm_weight, epsilon)
+        assert isinstance(out, torch.Tensor)
+        return out
 
 
 class StrictNormColumnParallelLinear(_NormFirst, StrictColumnParallelLinear):
