@@ -74,6 +74,8 @@ struct RowTable {
   const int* active = nullptr;
   int skipped = 0;
   float* table = nullptr;          // [T, 8] by slot
+  int* zeros = nullptr;            // set to zero as well: counters of the launches that follow
+  int64_t zero_count = 0;
 };
 void row_table(RowTable task, cudaStream_t stream);
 // out[row] = bf16(values[place[row]]), 0 where place is -1.
@@ -94,6 +96,8 @@ void few_rows(Matrix x, Matrix w, int segments, void* out, bool wide, cudaStream
 // out[M, N] = a[M, K] b[N, K]^T, or a[M, K] b[K, N] when transposed. K has `parts` equal parts; segment s is slice s of
 // each part, one chain; 2, 4 or 8 segments merge in a tree. A slice is a multiple of 64, N one of 8.
 void segments(Matrix a, Matrix b, bool transposed, int count, int parts, void* out, bool wide, cudaStream_t stream);
+// x *= *factor in bf16 arithmetic, not touched where the factor is 1.
+void scale(void* x, const float* factor, int64_t count, cudaStream_t stream);
 void elementwise(const float* x, float* y, int64_t count, bool logarithm, cudaStream_t stream);
 
 }  // namespace rlk::sm90

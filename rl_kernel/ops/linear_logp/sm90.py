@@ -80,25 +80,52 @@ def new_kept(tokens: int, columns: int, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Slots:
-    """The rows of a call that take part, moved to the front in order by :func:`select`.
+    """The rows of a call that take part, moved to the front in order.
 
     Sizes stay those of all rows: how many take part is known to the GPU alone, and the kernels read it there.
 
     Attributes:
-        active: int32; the first value is the number of rows that take part, the others are zero (counters of launches).
-        order: [T] int64, the row of each slot; rows that do not take part come last.
-        place: [T] int32, the slot of each row, -1 if it does not take part.
-        targets, temperature, z_target: [T] by slot; ``temperature`` is ``None`` for 1.
+        ints: [64 + T] int32, longs: [2, T] int64, reals: [10, T] fp32: the memory of what the properties name, and in
+            the first eight rows of ``reals`` room for :func:`row_table`.
         hidden: [T, H] by slot.
+        tempered: whether the call has a temperature.
     """
 
-    active: torch.Tensor
-    order: torch.Tensor
-    place: torch.Tensor
-    targets: torch.Tensor
-    temperature: torch.Tensor | None
-    z_target: torch.Tensor
+    ints: torch.Tensor
+    longs: torch.Tensor
+    reals: torch.Tensor
     hidden: torch.Tensor
+    tempered: bool
+
+    @property
+    def active(self) -> torch.Tensor:
+        """int32; the first value is the number of rows that take part, the others are zero (counters of launches)."""
+        return self.ints[:COUNTERS]
+
+    @property
+    def place(self) -> torch.Tensor:
+        """[T] int32, the slot of each row, -1 if it does not take part."""
+        return self.ints[COUNTERS:]
+
+    @property
+    def order(self) -> torch.Tensor:
+        """[T] int64, the row of each slot; rows that do not take part come last."""
+        return self.longs[0]
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """[T] int64 by slot."""
+        return self.longs[1]
+
+    @property
+    def temperature(self) -> torch.Tensor | None:
+        """[T] fp32 by slot; ``None`` for 1."""
+        return self.reals[8] if self.tempered else None
+
+    @property
+    def z_target(self) -> torch.Tensor:
+        """[T] fp32 by slot."""
+        return self.reals[9]
 
 
 COUNTERS = 64
@@ -121,18 +148,73 @@ def select(
     """
     tokens, device = hidden.shape[0], hidden.device
     hidden = matrix(hidden, "hidden_states")
-    long = torch.empty((2, tokens), dtype=torch.int64, device=device)
-    short = torch.empty(COUNTERS + tokens, dtype=torch.int32, device=device)
-    real = torch.empty((2, tokens), dtype=torch.float32, device=device)
     slots = Slots(
-        short[:COUNTERS], long[0], short[COUNTERS:], long[1], None if temperature is None else real[0], real[1],
+        torch.empty(COUNTERS + tokens, dtype=torch.int32, device=device),
+        torch.empty((2, tokens), dtype=torch.int64, device=device),
+        torch.empty((10, tokens), dtype=torch.float32, device=device),
         torch.empty(hidden.shape, dtype=hidden.dtype, device=device),
-    )  # fmt: skip
+        temperature is not None,
+    )
     torch.ops.rlk.sm90_prepare(
         hidden, targets.contiguous(), temperature, ignore_index, absent, slots.active, slots.order, slots.targets,
         slots.place, slots.temperature, slots.z_target, slots.hidden, out,
     )  # fmt: skip
     return slots
+
+
+def forward(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: torch.Tensor | None,
+    start: int,
+    columns: int,
+    ignore_index: int,
+    absent: float,
+    keep: bool,
+    whole: bool,
+) -> tuple[torch.Tensor, Slots, torch.Tensor, torch.Tensor | None]:
+    """:func:`select`, :func:`slot_stats` of all rows and, with ``whole``, :func:`merge`, in one operator.
+
+    Returns:
+        out [5, T], the slots, leaf statistics [3, T, L], and with ``keep`` bf16 exp(z - m_leaf)
+        [T, :func:`kept_columns`], else ``None``.
+    """
+    out, ints, longs, reals, picked, stats, kept = torch.ops.rlk.sm90_linear_logp.default(
+        matrix(hidden, "hidden_states"), matrix(weight, "lm_head_weight"), targets.contiguous(), temperature, start,
+        columns, ignore_index, absent, keep, whole,
+    )  # fmt: skip
+    return out, Slots(ints, longs, reals, picked, temperature is not None), stats, kept if keep else None
+
+
+def gradients(
+    weight: torch.Tensor,
+    slots: Slots,
+    kept: torch.Tensor | None,
+    stats: torch.Tensor | None,
+    out: torch.Tensor,
+    upstream: tuple[torch.Tensor | None, ...],
+    start: int,
+    columns: int,
+    need_hidden: bool,
+    by_row: bool,
+    dw: torch.Tensor | None,
+) -> torch.Tensor:
+    """Gradients with one segment of columns, kept or recomputed logits, in one operator.
+
+    Args:
+        kept, stats: of :func:`forward`; ``kept`` becomes the gradient of the logits. ``None``: recompute.
+        upstream: (g_logp, g_lse, g_ent) by row, ``None`` for zero.
+        dw: bf16, or fp32 to which the gradient is added; rows from ``columns`` on are left alone.
+
+    Returns:
+        The gradient of the hidden states: fp32 sums by slot, or with ``by_row`` rounded and by row.
+    """
+    return torch.ops.rlk.sm90_linear_logp_backward.default(
+        matrix(weight, "lm_head_weight"), slots.hidden, kept, stats if kept is not None else None, slots.ints,
+        slots.longs, slots.reals, out, *(g if g is None else g.to(torch.float32) for g in upstream), start, columns,
+        slots.tempered, need_hidden, by_row, dw, WORKSPACE_BYTES,
+    )  # fmt: skip
 
 
 def new_stats(tokens: int, columns: int, device: torch.device) -> torch.Tensor:

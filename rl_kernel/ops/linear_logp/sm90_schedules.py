@@ -71,7 +71,12 @@ class Call:
         stats = sm90.slot_stats(slots, weight, self.start, self.columns, first, count, kept)
         if self.group is None:
             sm90.merge(slots, stats, out, first)
-            return stats
+        else:
+            self.reduce(slots, stats, out, first)
+        return stats
+
+    def reduce(self, slots: sm90.Slots, stats: torch.Tensor, out: torch.Tensor, first: int = 0) -> None:
+        """The statistics of all ranks to (logp, lse, entropy, m, log l) of the slots from ``first`` on."""
         part = slice(first, first + stats.shape[1])
         finish = resolve("logp", out.device, torch.float32).module
         m, values = shards.reduce_rows(
@@ -80,7 +85,19 @@ class Call:
         here = slots.order[part]
         values = torch.stack([*values[:3], m, values[3]])
         out[:, here] = torch.where(slots.place[here] >= 0, values, 0.0)
-        return stats
+
+    def forward_all(
+        self, hidden: torch.Tensor, weight: torch.Tensor, keep: bool
+    ) -> tuple[torch.Tensor, sm90.Slots, torch.Tensor, torch.Tensor | None]:
+        """:meth:`select` and :meth:`forward` of all rows: out [5, T], slots, statistics and kept logits."""
+        absent = torch.nan if self.group is None else 0.0
+        out, slots, stats, kept = sm90.forward(
+            hidden, weight, self.targets, self.temperature, self.start, self.columns, self.ignore_index, absent, keep,
+            self.group is None,
+        )  # fmt: skip
+        if self.group is not None:
+            self.reduce(slots, stats, out)
+        return out, slots, stats, kept
 
     def finish_hidden(self, dh: torch.Tensor, slots: sm90.Slots) -> torch.Tensor:
         """fp32 subtrees by slot [T, H] of all ranks to the gradient of the hidden states by row."""
@@ -90,63 +107,94 @@ class Call:
         rows = total.index_select(0, slots.place.clamp(min=0).long())
         return torch.where((slots.place >= 0)[:, None], rows, 0.0)
 
+    def gradients(
+        self,
+        weight: torch.Tensor,
+        slots: sm90.Slots,
+        kept: torch.Tensor | None,
+        stats: torch.Tensor | None,
+        out: torch.Tensor,
+        upstream: tuple[torch.Tensor | None, ...],
+        need_hidden: bool,
+        dw: torch.Tensor | None,
+        accumulate: bool = False,
+    ) -> torch.Tensor | None:
+        """Gradient of the hidden states by row, and that of the weight into ``dw``."""
+        columns = self.columns
+        segments = self.local_segments() if need_hidden else [(0, columns)]
+        if columns and len(segments) == 1:
+            dh = sm90.gradients(
+                weight, slots, kept, stats, out, upstream, self.start, columns, need_hidden, self.group is None, dw
+            )
+            if not need_hidden:
+                return None
+            return dh if self.group is None else self.finish_hidden(dh, slots)
+        rows = sm90.matrix(weight, "lm_head_weight")[:columns]
+        target = None if dw is None or not columns else dw[:columns]
+        table = sm90.row_table((out[3], out[4], out[2]), upstream, slots, self.start)
+        common: dict[str, Any] = {"dw_accumulate": accumulate, "active": slots.active}
+        if kept is not None:
+            kept = kept[:, :columns]
+            sm90.make_gradients(kept, stats, table, slots.active)
+            partial = sm90.both_products(slots.hidden, rows, kept, segments, target, **common)
+        else:
+            partial = sm90.recomputed(
+                slots.hidden, weight, slots.temperature, slots.targets, self.start, table, segments, target,
+                need_hidden=need_hidden, **common,
+            )  # fmt: skip
+        return self.finish_hidden(partial, slots) if need_hidden else None
+
 
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, call: Call) -> Rows:
-        # The GPU has nothing to do until the first kernels are launched, so what can come later does.
         total = hidden.shape[0]
-        out = torch.empty((5, total), dtype=torch.float32, device=hidden.device)
+        needs = any(ctx.needs_input_grad[:2])
+        ctx.set_materialize_grads(False)  # an output that nobody used has no gradient, rather than zeros to read
         ctx.call, ctx.slots, ctx.kept, ctx.stats = call, None, None, None
         ctx.main_grad = _main_grad(weight) if call.accumulate and ctx.needs_input_grad[1] else None
         ctx.parameter = weight if ctx.main_grad is not None else None
-        if total:
-            slots = call.select(hidden, out)
-            if any(ctx.needs_input_grad[:2]) and call.kept_bytes(total) <= sm90.WORKSPACE_BYTES:
-                ctx.kept = sm90.new_kept(total, call.columns, hidden.device)
-                ctx.stats = call.forward(slots, weight, out, kept=ctx.kept)
-            else:  # leaf statistics stay within the workspace
-                step = max(256, sm90.WORKSPACE_BYTES // (12 * max(1, call.layout.max_leaves())) // 256 * 256)
-                for first in range(0, total, step):
-                    call.forward(slots, weight, out, first, step)
-            if any(ctx.needs_input_grad[:2]):
+        keep = needs and call.kept_bytes(total) <= sm90.WORKSPACE_BYTES
+        leaves = 12 * max(1, call.layout.max_leaves())  # bytes of a row's leaf statistics
+        if not total:
+            out = torch.empty((5, 0), dtype=torch.float32, device=hidden.device)
+        elif keep or total * leaves <= sm90.WORKSPACE_BYTES:
+            out, slots, stats, kept = call.forward_all(hidden, weight, keep)
+            if needs:
                 ctx.slots = slots
-        output = (out[0], out[1], out[2], out[3], out[4])
-        ctx.save_for_backward(weight, *output[2:])
+            if keep:
+                ctx.kept, ctx.stats = kept, stats
+        else:  # leaf statistics stay within the workspace
+            out = torch.empty((5, total), dtype=torch.float32, device=hidden.device)
+            slots = call.select(hidden, out)
+            step = max(256, sm90.WORKSPACE_BYTES // leaves // 256 * 256)
+            for first in range(0, total, step):
+                call.forward(slots, weight, out, first, step)
+            if needs:
+                ctx.slots = slots
+        output = out.unbind(0)
+        ctx.save_for_backward(weight, out)
         ctx.mark_non_differentiable(*output[3:])
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        weight, entropy, m, log_l = ctx.saved_tensors
+        weight, out = ctx.saved_tensors
         call, slots, (need_hidden, need_weight) = ctx.call, ctx.slots, ctx.needs_input_grad[:2]
         kept, stats, ctx.kept, ctx.stats = ctx.kept, ctx.stats, None, None  # a second backward recomputes
-        columns = call.columns
         if slots is None:  # no rows
             dw = torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_weight else None
             return weight.new_zeros((0, weight.shape[1])) if need_hidden else None, dw, None
         main_grad = ctx.main_grad if need_weight else None
-        dw = sm90.new_weight_gradient(weight, columns) if need_weight and main_grad is None else None
+        dw = sm90.new_weight_gradient(weight, call.columns) if need_weight and main_grad is None else None
         target = dw if main_grad is None else main_grad
-        target = None if target is None or not columns else target[:columns]
-        table = sm90.row_table((m, log_l, entropy), upstream[:3], slots, call.start)
-        segments = call.local_segments() if need_hidden or kept is None else []
-        common: dict[str, Any] = {"dw_accumulate": main_grad is not None, "active": slots.active}
-        if kept is not None:
-            sm90.make_gradients(kept, stats, table, slots.active)
-            rows = sm90.matrix(weight, "lm_head_weight")[:columns]
-            partial = sm90.both_products(slots.hidden, rows, kept, segments, target, **common)
-        else:
-            partial = sm90.recomputed(
-                slots.hidden, weight, slots.temperature, slots.targets, call.start, table, segments, target,
-                need_hidden=need_hidden, **common,
-            )  # fmt: skip
+        dh = call.gradients(weight, slots, kept, stats, out, upstream[:3], need_hidden, target, main_grad is not None)
         if main_grad is not None and hasattr(ctx.parameter, "grad_added_to_main_grad"):
             # Megatron's hooks run when a gradient arrives; with this flag they do not read it.
             ctx.parameter.grad_added_to_main_grad = True
             dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        return call.finish_hidden(partial, slots) if need_hidden else None, dw, None
+        return dh, dw, None
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor:
@@ -196,6 +244,19 @@ def _chunk_rows(call: Call, tokens: int, width: int) -> int:
     return max(256, sm90.WORKSPACE_BYTES // row // 256 * 256)
 
 
+def _loss_gradients(
+    out: torch.Tensor, rows: slice | torch.Tensor, loss: TokenLoss, result: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The loss of ``rows`` and its gradients by logp and entropy [T]; adds the metrics to ``result``."""
+    leaves = out[0].detach().requires_grad_(), out[2].detach().requires_grad_()
+    with torch.enable_grad():
+        value, metrics = loss(rows, leaves[0][rows], leaves[1][rows])
+        by_logp, by_entropy = torch.autograd.grad(value, leaves, allow_unused=True)
+    for name, metric in metrics.items():
+        result[name] = result[name] + metric.detach() if name in result else metric.detach()
+    return value.detach(), by_logp, by_entropy
+
+
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, call: Call, loss: TokenLoss, result: dict) -> Any:
@@ -204,28 +265,29 @@ class _FusedLoss(torch.autograd.Function):
         value = torch.zeros((), dtype=torch.float32, device=device)
         dw = sm90.new_weight_gradient(weight, columns if tokens else 0)
         if not tokens:
-            ctx.save_for_backward(torch.zeros_like(hidden), dw)
+            ctx.gradients = torch.zeros_like(hidden, memory_format=torch.contiguous_format), dw
             result["logp"] = out[0]
             return value
+        step = _chunk_rows(call, tokens, width)
+        if step >= tokens:
+            out, slots, stats, whole = call.forward_all(hidden, weight, True)
+            grads = _loss_gradients(out, slice(None), loss, result)
+            dh = call.gradients(weight, slots, whole, stats, out, (grads[1], None, grads[2]), True, dw)
+            ctx.gradients = dh, dw
+            result["logp"] = out[0]
+            return grads[0]
         slots = call.select(hidden, out)
         matrix = sm90.matrix(weight, "lm_head_weight")[:columns]
-        step = _chunk_rows(call, tokens, width)
         chunks = range(0, tokens, step)
         buffer = sm90.new_kept(min(step, tokens), columns, device)
-        carry = torch.empty(matrix.shape, dtype=torch.float32, device=device) if len(chunks) > 1 else None
+        carry = torch.empty(matrix.shape, dtype=torch.float32, device=device)
         partials = []
         for first in chunks:
             last = min(first + step, tokens)
             kept = buffer[: last - first]
             stats = call.forward(slots, matrix, out, first, step, kept)
-            rows = slice(None) if len(chunks) == 1 else slots.order[first:last]
-            leaves = out[0].detach().requires_grad_(), out[2].detach().requires_grad_()
-            with torch.enable_grad():
-                partial, metrics = loss(rows, leaves[0][rows], leaves[1][rows])
-                grad = torch.autograd.grad(partial, leaves, allow_unused=True)
-            value = value + partial.detach()
-            for name, metric in metrics.items():
-                result[name] = result[name] + metric.detach() if name in result else metric.detach()
+            partial, *grad = _loss_gradients(out, slots.order[first:last], loss, result)
+            value = value + partial
             table = sm90.row_table((out[3], out[4], out[2]), (grad[0], None, grad[1]), slots, call.start, first, step)
             sm90.make_gradients(kept, stats, table, slots.active, first)
             # The chain of dW over tokens goes on in fp32 until the last chunk.
@@ -236,16 +298,23 @@ class _FusedLoss(torch.autograd.Function):
             )  # fmt: skip
             assert part is not None  # dH is always asked for here
             partials.append(part)
-        dh = call.finish_hidden(partials[0] if len(partials) == 1 else torch.cat(partials), slots)
-        ctx.save_for_backward(dh, dw)
+        dh = call.finish_hidden(torch.cat(partials), slots)
+        ctx.gradients = dh, dw
         result["logp"] = out[0]
         return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dh, dw = ctx.saved_tensors
-        return dh * grad.to(dh.dtype), dw * grad.to(dw.dtype), None, None, None
+        if ctx.gradients is None:
+            raise ContractError(
+                "linear_policy_loss: a second backward; its gradients were given away by the first one. Call it again"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        factor = grad.to(torch.float32)
+        for x in gradients:
+            torch.ops.rlk.sm90_scale_.default(x, factor)
+        return *gradients, None, None, None
 
 
 def fused_loss(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rl_kernel.errors import ContractError
 from rl_kernel.ops.collectives.op import gather_bytes
-from rl_kernel.ops.logp.vocab_tree import VocabLayout
+from rl_kernel.ops.logp.vocab_tree import VocabLayout, whole_vocabulary
 
 # Of groups on accelerators, by (start, size, global_vocab_size, hidden): see vocab_layout.
 _layouts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], VocabLayout]] = weakref.WeakKeyDictionary()
@@ -36,7 +36,7 @@ def vocab_layout(
     if group is None or group.size() == 1:
         if start != 0:
             raise ContractError(f"vocab_start_index={start} needs tp_group: one rank owns the vocabulary from column 0")
-        return VocabLayout((0, size), size if global_vocab_size is None else global_vocab_size)
+        return whole_vocabulary(size, size if global_vocab_size is None else global_vocab_size)
     header = torch.tensor([start, size, -1 if global_vocab_size is None else global_vocab_size, rows, hidden])
     known: dict[tuple[int, ...], VocabLayout] = {}
     key = (start, size, -1 if global_vocab_size is None else global_vocab_size, hidden)

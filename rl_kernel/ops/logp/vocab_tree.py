@@ -124,19 +124,31 @@ class VocabLayout:
         Raises:
             ContractError: shards do not consist of S / R whole segments each.
         """
-        if segments < 1:
-            raise ContractError(f"grad_segments={segments} must be a power of two and a multiple of {self.ranks} ranks")
-        width, own = self.segment_columns(segments), segments // self.ranks
-        ends = [min(r * own * width, self.borders[-1]) for r in range(self.ranks + 1)]
-        if segments & (segments - 1) or segments % self.ranks or list(self.borders) != ends:
-            raise ContractError(
-                f"grad_segments={segments} must be a power of two and a multiple of the {self.ranks} ranks, and each "
-                f"rank must own {own} segments of {width} columns; its shards are {list(self.borders)}. Pad the "
-                f"vocabulary to a multiple of {VOCAB_LEAF * segments} (padded_vocab_size)"
-            )
-        start, columns = self.borders[rank], self.columns(rank)
-        clip = [min(max((rank * own + s) * width - start, 0), columns) for s in range(own + 1)]
-        return list(zip(clip[:-1], clip[1:], strict=True))
+        return list(_local_segments(self, rank, segments))
+
+
+@functools.lru_cache(maxsize=256)
+def _local_segments(layout: VocabLayout, rank: int, segments: int) -> list[tuple[int, int]]:
+    ranks, borders = layout.ranks, layout.borders
+    if segments < 1:
+        raise ContractError(f"grad_segments={segments} must be a power of two and a multiple of {ranks} ranks")
+    width, own = layout.segment_columns(segments), segments // ranks
+    ends = [min(r * own * width, borders[-1]) for r in range(ranks + 1)]
+    if segments & (segments - 1) or segments % ranks or list(borders) != ends:
+        raise ContractError(
+            f"grad_segments={segments} must be a power of two and a multiple of the {ranks} ranks, and each "
+            f"rank must own {own} segments of {width} columns; its shards are {list(borders)}. Pad the "
+            f"vocabulary to a multiple of {VOCAB_LEAF * segments} (padded_vocab_size)"
+        )
+    start, columns = borders[rank], layout.columns(rank)
+    clip = [min(max((rank * own + s) * width - start, 0), columns) for s in range(own + 1)]
+    return list(zip(clip[:-1], clip[1:], strict=True))
+
+
+@functools.lru_cache(maxsize=64)
+def whole_vocabulary(size: int, global_vocab_size: int) -> VocabLayout:
+    """Layout of one rank that owns all ``size`` columns."""
+    return VocabLayout((0, size), global_vocab_size)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,0 +1,250 @@
+// linear_logp on Hopper as two operators, one for each direction: what they allocate and launch, without Python between.
+#include "tensors.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+namespace rlk::sm90 {
+namespace {
+
+constexpr int64_t kCounters = 64, kLeafColumns = 128;
+constexpr int64_t kBlockColumns = 16384;  // a block of the chains of dh
+constexpr int64_t kSeparate = 1320;                       // 20 rounds of the 66 clusters of an H100 or H200
+
+int64_t up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+// The rows that take part ("slots"), as the memory of both operators holds them:
+//   ints  [64 + T]: the number of rows that take part, zeros (counters of launches); slot of each row or -1
+//   longs [2, T]:   row of each slot; its target
+//   reals [10, T]:  8 values a slot that its gradient needs (row_table); temperature; z of the target
+struct Slots {
+  int64_t tokens;
+  int *active, *place;
+  int64_t *order, *targets;
+  float *table, *temperatures, *target_logit;
+
+  Slots(const Tensor& ints, const Tensor& longs, const Tensor& reals, int64_t tokens, bool tempered) : tokens(tokens) {
+    STD_TORCH_CHECK(ints.numel() == kCounters + tokens && longs.numel() == 2 * tokens && reals.numel() == 10 * tokens,
+                    "slots: sizes do not fit ", tokens, " tokens");
+    active = data<int>(ints, "ints", ScalarType::Int);
+    place = active + kCounters;
+    order = data<int64_t>(longs, "longs", ScalarType::Long);
+    targets = order + tokens;
+    table = floats(reals, "reals");
+    temperatures = tempered ? table + 8 * tokens : nullptr;
+    target_logit = table + 9 * tokens;
+  }
+
+  Rows rows(int64_t start, int64_t columns) const {
+    Rows rows;
+    rows.targets = targets;
+    rows.temperatures = temperatures;
+    rows.start = start;
+    rows.columns = static_cast<int>(columns);
+    rows.target_logit = target_logit;
+    rows.table = table;
+    rows.active = active;
+    return rows;
+  }
+};
+
+void set_leaves(Rows& rows, const Tensor& stats, int64_t tokens) {
+  rows.leaves = static_cast<int>(stats.size(2));
+  rows.leaf_max = floats(stats, "stats");
+  rows.leaf_sum = rows.leaf_max + tokens * rows.leaves;
+  rows.leaf_mean = rows.leaf_sum + tokens * rows.leaves;
+}
+
+Matrix first_rows(Matrix matrix, int64_t first, int64_t count) {
+  matrix.data = static_cast<char*>(matrix.data) + first * matrix.stride * 2;
+  matrix.rows = count;
+  return matrix;
+}
+
+// out [5, T] (logp, lse, entropy, m, log l; the last step only with `whole`, where all of the vocabulary is here),
+// ints, longs, reals (Slots), hidden states by slot [T, H], leaf statistics [3, T, L], and with `keep` bf16
+// exp(z - m_leaf) [T, columns rounded up to 8], else [0, 0].
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(
+    Tensor hidden, Tensor weight, Tensor targets, Maybe temperatures, int64_t start, int64_t columns, int64_t ignore,
+    double absent, bool keep, bool whole) {
+  const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
+  const int64_t tokens = hidden.size(0), width = hidden.size(1), leaves = up(columns, kLeafColumns) / kLeafColumns;
+  Matrix head = matrix(weight, "weight");
+  STD_TORCH_CHECK(width % 8 == 0 && head.cols == width && columns >= 0 && columns <= head.rows,
+                  "hidden must be [T, H] and weight [>= columns, H] with H a multiple of 8");
+  STD_TORCH_CHECK(targets.numel() == tokens, "targets must have one value a row");
+  STD_TORCH_CHECK(!temperatures.has_value() || temperatures->numel() == tokens, "temperatures: one value a row");
+  const int32_t real = aoti_torch_dtype_float32(), half = aoti_torch_dtype_bfloat16();
+  Tensor ints = new_tensor(hidden, aoti_torch_dtype_int32(), {kCounters + tokens});
+  Tensor longs = new_tensor(hidden, aoti_torch_dtype_int64(), {2, tokens});
+  Tensor reals = new_tensor(hidden, real, {10, tokens});
+  Tensor picked = new_tensor(hidden, half, {tokens, width});
+  Tensor out = new_tensor(hidden, real, {5, tokens});
+  const Slots slots(ints, longs, reals, tokens, temperatures.has_value());
+  const cudaStream_t stream = stream_of(hidden);
+
+  Prepare task;
+  task.hidden = matrix(hidden, "hidden");
+  task.tokens = tokens;
+  task.ignore = ignore;
+  task.absent = static_cast<float>(absent);
+  task.targets = data<int64_t>(targets, "targets", ScalarType::Long);
+  task.temperatures = floats(temperatures, "temperatures");
+  task.active = slots.active;
+  task.counters = static_cast<int>(kCounters);
+  task.order = slots.order;
+  task.picked_targets = slots.targets;
+  task.place = slots.place;
+  task.picked_temperatures = slots.temperatures;
+  task.target_logit = slots.target_logit;
+  task.picked = picked.data_ptr();
+  task.out = floats(out, "out");
+  prepare(task, stream);
+
+  // The GPU works on the first kernel while the large tensors are allocated.
+  Tensor stats = new_tensor(hidden, real, {3, tokens, leaves});
+  Tensor kept = new_tensor(hidden, half, {keep ? tokens : 0, keep ? up(columns, 8) : 0});
+  Rows rows = slots.rows(start, columns);
+  set_leaves(rows, stats, tokens);
+  head.rows = columns;
+  Matrix values{};
+  if (keep) values = {kept.data_ptr(), tokens, columns, up(columns, 8)};
+  statistics({picked.data_ptr(), tokens, width, width}, head, rows, values, slots.active + 1, stream);
+  if (whole) merge(rows, tokens, slots.order, floats(out, "out"), tokens, stream);
+  return {out, ints, longs, reals, picked, stats, kept};
+}
+
+// Gradients with one segment of columns. kept: as above, becomes the gradient of the logits; without it the logits are
+// made again, a chunk of whole blocks of columns at a time within `workspace` bytes. dw [>= columns, H] bf16, or fp32 to
+// which the gradient is added; rows after `columns` are not written. Returns the gradient of the hidden states: fp32 sums
+// by slot, or bf16 by row; [0] unless need_hidden.
+Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor ints, Tensor longs, Tensor reals,
+                   Tensor out, Maybe grad_logp, Maybe grad_lse, Maybe grad_entropy, int64_t start, int64_t columns,
+                   bool tempered, bool need_hidden, bool by_row, Maybe dw, int64_t workspace) {
+  const torch::stable::accelerator::DeviceGuard guard(picked.get_device_index());
+  const int64_t tokens = picked.size(0), width = picked.size(1);
+  const Matrix head = matrix(weight, "weight"), hidden = matrix(picked, "picked");
+  STD_TORCH_CHECK(tokens > 0 && columns > 0 && columns <= head.rows && head.cols == width && out.numel() == 5 * tokens,
+                  "linear_logp backward: sizes do not fit");
+  STD_TORCH_CHECK(!dw.has_value() || (dw->dim() == 2 && dw->size(0) >= columns && dw->size(1) == width),
+                  "dw must be [>= columns, H]");
+  const int32_t real = aoti_torch_dtype_float32(), half = aoti_torch_dtype_bfloat16();
+  const Slots slots(ints, longs, reals, tokens, tempered);
+  const cudaStream_t stream = stream_of(picked);
+  const int64_t available = (workspace - 4 * tokens * width) / (2 * tokens) / kBlockColumns;
+  const int64_t step = kept.has_value() ? columns : std::max<int64_t>(1, available) * kBlockColumns;
+  const int64_t chunks = (columns + step - 1) / step;
+  const int64_t orders = 4 * (up(tokens, 256) / 256) * (up(width, 256) / 256);
+  Tensor counters = new_tensor(picked, aoti_torch_dtype_int32(), {chunks * (4 + orders)});
+  int* counter = data<int>(counters, "counters", ScalarType::Int);
+
+  RowTable table;
+  table.tokens = tokens;
+  table.start = start;
+  table.targets = slots.targets;
+  table.temperatures = slots.temperatures;
+  const float* results = floats(out, "out");
+  table.entropy = results + 2 * tokens;
+  table.max = results + 3 * tokens;
+  table.log_sum = results + 4 * tokens;
+  const Maybe* grads[3] = {&grad_logp, &grad_lse, &grad_entropy};
+  for (int i = 0; i < 3; ++i) {
+    if (!grads[i]->has_value()) continue;
+    const Tensor& grad = **grads[i];
+    expect(grad, "upstream gradient", ScalarType::Float);
+    STD_TORCH_CHECK(grad.dim() == 1 && grad.size(0) == tokens, "an upstream gradient must have one value a row");
+    table.grad[i] = static_cast<const float*>(grad.data_ptr());
+    table.grad_stride[i] = tokens > 1 ? grad.stride(0) : 0;
+  }
+  table.order = slots.order;
+  table.active = slots.active;
+  table.table = slots.table;
+  table.zeros = counter;
+  table.zero_count = counters.numel();
+  row_table(table, stream);
+
+  Rows rows = slots.rows(start, columns);
+  Matrix dlogits{};
+  Tensor buffer;
+  if (kept.has_value()) {
+    STD_TORCH_CHECK(stats.has_value() && stats->dim() == 3 && stats->size(1) == tokens &&
+                        kept->size(0) == tokens && kept->size(1) == up(columns, 8),
+                    "kept logits need [3, T, L] statistics, and must be [T, columns rounded up to 8]");
+    set_leaves(rows, *stats, tokens);
+    dlogits = {data<void>(*kept, "kept", ScalarType::BFloat16), tokens, columns, up(columns, 8)};
+    gradient_in_place(rows, dlogits, stream);
+  } else {
+    buffer = new_tensor(picked, half, {tokens * up(std::min(step, columns), 8)});
+  }
+  Tensor dh = new_tensor(picked, real, {need_hidden ? tokens : 0, need_hidden ? width : 0});
+
+  Backward task;
+  task.hidden = hidden;
+  task.active = slots.active;
+  const bool wide = dw.has_value() && dw->scalar_type() == ScalarType::Float;
+  char* weight_gradient = !dw.has_value() ? nullptr
+                          : wide ? static_cast<char*>(static_cast<void*>(floats(*dw, "dw")))
+                                 : data<char>(*dw, "dw", ScalarType::BFloat16);
+  task.dw_output = wide ? 2 : 0;
+  for (int64_t first = 0; first < columns; first += step, counter += 4 + orders) {
+    const int64_t count = std::min(step, columns - first);
+    const Matrix part = first_rows(head, first, count);
+    if (!kept.has_value()) {
+      dlogits = {buffer.data_ptr(), tokens, count, up(count, 8)};
+      rows.start = start + first;
+      rows.columns = static_cast<int>(count);
+      recompute(hidden, part, rows, dlogits, counter, stream);
+    }
+    task.dlogits = dlogits;
+    task.weight = part;
+    task.columns = count;
+    task.dh_continues = first > 0;
+    task.order = counter + 4;
+    float* sums = need_hidden ? floats(dh, "dh") : nullptr;
+    void* own = weight_gradient == nullptr ? nullptr : weight_gradient + first * width * (wide ? 4 : 2);
+    // Few tiles of dh leave processors idle at the end: tiles of dw fill them. Many do not.
+    if (sums != nullptr && own != nullptr && orders / 4 * ((count + kBlockColumns - 1) / kBlockColumns) > kSeparate) {
+      task.dh = sums, task.dw = nullptr;
+      backward(task, counter + 1, stream);
+      task.dh = nullptr, task.dw = own;
+      backward(task, counter + 2, stream);
+    } else if (sums != nullptr || own != nullptr) {
+      task.dh = sums, task.dw = own;
+      backward(task, counter + 1, stream);
+    }
+  }
+  if (!need_hidden || !by_row) return dh;
+  Tensor rounded = new_tensor(picked, half, {tokens, width});
+  place_rows(floats(dh, "dh"), slots.place, matrix(rounded, "rounded"), stream);
+  return rounded;
+}
+
+void scale_op(Tensor x, Tensor factor) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  STD_TORCH_CHECK(factor.numel() == 1, "factor must be one value");
+  scale(data<void>(x, "x", ScalarType::BFloat16), floats(factor, "factor"), x.numel(), stream_of(x));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
+  m.def(
+      "sm90_linear_logp(Tensor hidden, Tensor weight, Tensor targets, Tensor? temperatures, int start, int columns,"
+      " int ignore, float absent, bool keep, bool whole)"
+      " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "sm90_linear_logp_backward(Tensor weight, Tensor picked, Tensor(a!)? kept, Tensor? stats, Tensor ints,"
+      " Tensor longs, Tensor(b!) reals, Tensor out, Tensor? grad_logp, Tensor? grad_lse, Tensor? grad_entropy,"
+      " int start, int columns, bool tempered, bool need_hidden, bool by_row, Tensor(c!)? dw, int workspace) -> Tensor");
+  m.def("sm90_scale_(Tensor(a!) x, Tensor factor) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rlk, CUDA, m) {
+  m.impl("sm90_linear_logp", TORCH_BOX(&forward_op));
+  m.impl("sm90_linear_logp_backward", TORCH_BOX(&backward_op));
+  m.impl("sm90_scale_", TORCH_BOX(&scale_op));
+}
+
+}  // namespace rlk::sm90
