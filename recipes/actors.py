@@ -19,6 +19,7 @@ import torch
 from recipes.batching import MicroBatch, Part, gather
 from recipes.config import RunConfig
 from recipes.engines.device_memory import Handle, place_of
+from recipes.engines.replicas import Digests
 from recipes.engines.types import Sample, SamplingParams
 from recipes.engines.weight_transfer import Described, Entry, Offer, WeightExporter
 from recipes.losses import make_loss
@@ -168,6 +169,10 @@ class TrainActor:
     def place(self) -> str:
         """The physical device of this rank."""
         return place_of(self.engines["policy"].device)
+
+    def replica_digests(self) -> dict[str, Digests]:
+        """Digests of the parameters of every trained model, by role; see :mod:`recipes.engines.replicas`."""
+        return {role: engine.replica_digests() for role, engine in self.engines.items() if role != "reference"}
 
     def export_begin(self, kind: str, shares: bool) -> Offer:
         """Plan the export of the policy; every rank takes part in every round. See :mod:`weight_transfer`."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import rl_kernel
-from recipes.engines import megatron_cpu
+from recipes.engines import megatron_cpu, replicas
 from recipes.engines import megatron_weights as weights
 from recipes.engines.megatron_model import ROLES, LMHead, lm_head_of
 from recipes.engines.mode import in_own_mode, prepare_process
@@ -402,6 +402,18 @@ class MegatronEngine:
     def weight_hash(self) -> str:
         """Content hash of :meth:`export_hf_weights`; equal to the rollout engine's if it holds the same bytes."""
         return content_hash(self.export_hf_weights())
+
+    def replica_digests(self) -> replicas.Digests:
+        """Digests of this rank's parameters, to be compared with those of the ranks that hold copies of them.
+
+        Where the contract holds, tensor-parallel ranks have the same norm weights and value head. Stock kernels may
+        add the gradients of those in another order on every rank, so nothing is said about them there.
+        """
+        promised = self.mode in ("strict", "audit")
+        return replicas.digest(
+            (name, param.detach(), promised and not getattr(param, "tensor_model_parallel", False))
+            for name, param in self.model.named_parameters()
+        )
 
     # State -----------------------------------------------------------------------------------------------------------
 

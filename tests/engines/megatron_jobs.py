@@ -310,3 +310,16 @@ def context_parallel(rank: int, port: int, case: Case) -> dict[str, Any]:
     result = {"before": before, "after": own(), "grad_norm": norm, "hash": engine.weight_hash()}
     engine.shutdown()
     return result
+
+
+def drift(rank: int, port: int, case: Case, perturbed: dict[int, str]) -> list[Any]:
+    """Digests of this rank's parameters after an update, and after one bit of ``perturbed[rank]`` has changed."""
+    engine = case.engine(rank, port)
+    train_steps(engine, case, rank, range(1))
+    found = [engine.replica_digests()]
+    if rank in perturbed:
+        with torch.no_grad():
+            dict(engine.model.named_parameters())[perturbed[rank]].data.view(torch.int16).view(-1)[-1] ^= 1
+    found.append(engine.replica_digests())
+    engine.shutdown()
+    return found

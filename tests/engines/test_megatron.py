@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 from recipes.engines.megatron_weights import init_hf_weights
+from recipes.engines.replicas import difference
 from tests.engines import megatron_jobs as jobs
 from tests.engines import qwen3_oracle
 from tests.engines.megatron_ranks import VOCAB, Case, make_batch, raw, run
@@ -226,6 +228,26 @@ def test_data_parallel_sums_what_accumulation_sums() -> None:
     (one,) = run(1, jobs.accumulate, Case())
     two = run(2, jobs.accumulate, Case(dp=2))
     assert one == two[0] == two[1]
+
+
+FC2, NORM = "decoder.layers.1.mlp.linear_fc2.weight", "decoder.layers.0.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("case", "perturbed", "said"),
+    [
+        (Case(dp=2), {1: FC2}, rf"^{FC2} \(\w{{16}} on a, \w{{16}} on b\)$"),
+        (Case(dp=2, tp=2), {2: FC2}, rf"^{FC2} \(\w{{16}} on a, \w{{16}} on c\)$"),
+        (Case(dp=2, tp=2), {3: NORM}, rf"^{NORM} \(\w{{16}} on a and b and c, \w{{16}} on d\)$"),
+    ],
+    ids=["dp", "dp-tp", "norm"],
+)
+def test_ranks_that_drift_apart_are_found(case: Case, perturbed: dict, said: str) -> None:
+    ranks = run(case.world, jobs.drift, case, perturbed)
+    names = "abcd"[: case.world]
+    assert difference([before for before, _ in ranks], names, case.tp) is None
+    found = difference([after for _, after in ranks], names, case.tp)
+    assert found is not None and re.match(said, found), found
 
 
 def test_critic_learns_and_has_the_same_bits_under_tensor_parallelism() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from recipes.data import Prompt
+from recipes.engines import replicas
 from recipes.engines.types import PackedBatch, Sample, SamplingParams
 from recipes.engines.weight_transfer import WeightReader
 from recipes.engines.weights import content_hash
@@ -106,7 +107,8 @@ class FakeRollout:
 
 class FakeTrain:
     """SGD on the table (policy) or on a vector of values (critic). Gradients of data- and context-parallel ranks are
-    added over gloo; context-parallel ranks deal the positions of a pack out one by one (Megatron: in chunks)."""
+    added over gloo; context-parallel ranks deal the positions of a pack out one by one (Megatron: in chunks).
+    Faults: TRAIN_DIE, DRIFT (the last rank alone changes one bit)."""
 
     def __init__(self, model, train, consistency, *, role, rank, world_size, master_addr, master_port, seed):
         self.device = torch.device("cpu")
@@ -172,6 +174,11 @@ class FakeTrain:
         parameter.grad = None
         self.steps += 1
         return {"grad_norm": float(grad.norm()), "lr": self.lr}
+
+    def replica_digests(self):
+        if fault("DRIFT") == self.steps and self.rank == self.world - 1:
+            self.table.data.view(torch.int32)[3, 5] += 1
+        return replicas.digest([("table", self.table.detach(), True), ("value", self.value.detach(), True)])
 
     def hf_tensors(self):
         return {f"table.{i}": ((1, VOCAB), "float32") for i in range(VOCAB)}

@@ -159,6 +159,11 @@ def test_sigterm_while_starting(tmp_path, backend, seconds):
             {"FAKE_HANG": "1"},
             ["no answer from rollout-0 to generate within 4 s", "orchestrator.step_timeout_s"],
         ),
+        (
+            ("train.data_parallel_size=2",),
+            {"FAKE_DRIFT": "2"},
+            ["different policy weights at version 2: table (", " on train-0, ", " on train-1)"],
+        ),
         ((), {"FAKE_BROKEN_START": "1"}, ["rollout-0", "something went wrong while loading"]),
     ],
 )

@@ -246,15 +246,15 @@ def _settings(ranks: int, max_bytes: int | None) -> dict[str, Any]:
     Raises:
         ContractError: a value is wrong for a group of ``ranks`` ranks; names the variable.
     """
-    found = {
-        "RLK_COLLECTIVES": _choice(),
-        "RLK_COLLECTIVES_BUFFER_MIB": _number("RLK_COLLECTIVES_BUFFER_MIB", 64),
+    choice, buffer_mib = _choice(), _number("RLK_COLLECTIVES_BUFFER_MIB", 64)
+    if ranks <= MAX_RANKS:
+        layout_of(ranks, buffer_mib << 20)
+    return {
+        "RLK_COLLECTIVES": choice,
+        "RLK_COLLECTIVES_BUFFER_MIB": buffer_mib,
         "RLK_COLLECTIVES_TIMEOUT_S": _number("RLK_COLLECTIVES_TIMEOUT_S", 600),
         "max_bytes": max_bytes,
     }
-    if ranks <= MAX_RANKS:
-        layout_of(ranks, found["RLK_COLLECTIVES_BUFFER_MIB"] << 20)
-    return found
 
 
 def _require_same(answers: list[dict[str, Any] | str], names: list[str]) -> dict[str, Any]:
