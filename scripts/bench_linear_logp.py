@@ -3,9 +3,14 @@
 
     python scripts/bench_linear_logp.py --out reports/linear_logp_sm90.json [--shapes T1,T3] [--no-compile]
 
-Each variant: 3 warm-up and 10 timed calls, median, CUDA events; the upstream gradient is one value a token. The
-roofline is 2, 6 or 8 THV operations at the rate of an 8192^3 product measured first in the same process; ``library``
-is the sum of the three plain products of the same shape (what cuBLAS needs without any softmax).
+Each variant: 3 warm-up and 10 timed calls, CUDA events around each, median; the upstream gradient is one value a token.
+Two methods: ``queued`` lets calls follow each other without waiting for the GPU in between, as a training step does
+(caches are not cleared: the weight alone is larger than the L2); ``latency`` waits after each call, so that the time of
+the CPU before the first kernel counts.
+
+Two rates for the roofline of 2, 6 or 8 THV operations: ``burst`` of an 8192^3 cuBLAS product measured first, and
+``library``, that of the three plain cuBLAS products of the same shape (logits, dH, dW: what is needed without any
+softmax), queued, after the same rest and as often, so equally hot.
 """
 
 from __future__ import annotations
@@ -32,20 +37,23 @@ SHAPES = {
 }
 
 
-def timed(call, warm: int = 3, repeats: int = 10) -> float:
-    """Median milliseconds."""
+def timed(call, warm: int = 3, repeats: int = 10, wait: bool = True) -> float:
+    """Median milliseconds. ``wait``: for the GPU after each call."""
     for _ in range(warm):
         call()
-    torch.cuda.synchronize()
-    times = []
+    events = []
+    if wait:
+        torch.cuda.synchronize()
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call()
         end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    times.sort()
+        if wait:
+            torch.cuda.synchronize()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(end) for start, end in events)
     return (times[(repeats - 1) // 2] + times[repeats // 2]) / 2
 
 
@@ -132,15 +140,25 @@ def cublas_rate() -> float:
     return 2 * 8192**3 / timed(lambda: torch.mm(a, b), 3, 12) / 1e9
 
 
-def library_products(h: torch.Tensor, w: torch.Tensor) -> list[float]:
-    """Milliseconds of the three plain products: logits, dH, dW."""
+def library_products(h: torch.Tensor, w: torch.Tensor, rest: float) -> tuple[float, float]:
+    """Milliseconds of the product that gives logits, and of the three of forward and backward."""
     with torch.no_grad():
         x = torch.empty(h.shape[0], w.shape[0], device="cuda", dtype=torch.bfloat16)
-        return [
-            timed(lambda: torch.mm(h, w.t(), out=x)),
-            timed(lambda: torch.mm(x, w)),
-            timed(lambda: torch.mm(x.t(), h)),
-        ]
+        dh, dw = torch.empty_like(h), torch.empty_like(w)
+
+        def forward():
+            torch.mm(h, w.t(), out=x)
+
+        def both():
+            torch.mm(h, w.t(), out=x)
+            torch.mm(x, w, out=dh)
+            torch.mm(x.t(), h, out=dw)
+
+        both()
+        time.sleep(rest)
+        one = timed(forward, wait=False)
+        time.sleep(rest)
+        return one, timed(both, wait=False)
 
 
 def main() -> None:
@@ -155,35 +173,43 @@ def main() -> None:
                           capture_output=True, text=True).stdout.strip()  # fmt: skip
     report = {"card": card, "torch": torch.__version__, "cublas_tflops": round(rate, 1), "rows": []}
     chosen = registry.resolve("linear_logp", torch.device("cuda"), torch.bfloat16).backend
-    print(f"{card}, torch {torch.__version__}, cuBLAS {rate:.0f} TFLOP/s, backend {chosen}")
+    print(f"{card}, torch {torch.__version__}, cuBLAS {rate:.0f} TFLOP/s, backend {chosen}; ms (ratio to the roofline at "
+          "the burst rate, at the rate of the library products)")  # fmt: skip
     torch._dynamo.config.recompile_limit = 64
     compiled = None if args.no_compile else torch.compile(eager, dynamic=False)
     for name in args.shapes.split(","):
         tokens, hidden, vocabulary = SHAPES[name]
         h, w, t, g = inputs(tokens, hidden, vocabulary)
         h.requires_grad_(), w.requires_grad_()
-        unit = tokens * hidden * vocabulary / rate / 1e9
-        library = library_products(h, w)
-        print(f"\n{name} {tokens} x {hidden} x {vocabulary}: roofline 2/6/8 THV {2 * unit:.2f} / {6 * unit:.2f} / "
-              f"{8 * unit:.2f} ms; library forward {library[0]:.2f}, three products {sum(library):.2f} ms")  # fmt: skip
+        work = tokens * hidden * vocabulary / 1e9
+        one, three = library_products(h, w, args.rest)
+        rates = {"burst": rate, "library": 6 * work / three}
+        rates_forward = {"burst": rate, "library": 2 * work / one}
+        print(f"\n{name} {tokens} x {hidden} x {vocabulary}: 2/6/8 THV at {rate:.0f} TFLOP/s {2 * work / rate:.2f} / "
+              f"{6 * work / rate:.2f} / {8 * work / rate:.2f} ms; library products {one:.2f}, three {three:.2f} ms = "
+              f"{rates_forward['library']:.0f}, {rates['library']:.0f} TFLOP/s")  # fmt: skip
         for variant, (forward, both, operations) in variants(h, w, t, g, compiled).items():
             torch.cuda.empty_cache()
-            row = {"shape": name, "variant": variant, "operations": operations, "library_ms": round(sum(library), 3),
-                   "library_forward_ms": round(library[0], 3), "roofline_ms": round(operations * unit, 3)}  # fmt: skip
+            row = {"shape": name, "variant": variant, "operations": operations, "library_ms": round(three, 3),
+                   "library_forward_ms": round(one, 3)}  # fmt: skip
             both()  # compiles
             row["peak_mib"] = peak_mib(both)
-            time.sleep(args.rest)  # the same rest for all: a hot card runs slower
-            row["both_ms"] = round(timed(both), 3)
-            row["ratio"] = round(row["both_ms"] / row["roofline_ms"], 3)
-            if forward is not None:
-                forward()
-                time.sleep(args.rest)
-                row["forward_ms"] = round(timed(forward), 3)
-                row["forward_ratio"] = round(row["forward_ms"] / (2 * unit), 3)
+            for part, call, at, count in (("both", both, rates, operations), ("forward", forward, rates_forward, 2)):
+                if call is None:
+                    continue
+                call()
+                for method in ("queued", "latency"):
+                    time.sleep(args.rest)  # the same rest for all: a hot card runs slower
+                    row[f"{part}_{method}_ms"] = ms = timed(call, wait=method == "latency")
+                    row |= {f"{part}_{method}_of_{of}": round(ms * r / (count * work), 3) for of, r in at.items()}
+                    row[f"{part}_{method}_ms"] = round(ms, 3)
             report["rows"].append(row)
-            print(f"  {variant:28s} fwd {row.get('forward_ms', 0):8.3f} ({row.get('forward_ratio', 0):.3f})  "
-                  f"fwd+bwd {row['both_ms']:8.3f} ({row['ratio']:.3f} of {operations}THV, "
-                  f"{row['both_ms'] / sum(library):.3f} of library)  peak {row['peak_mib']:.0f} MiB")  # fmt: skip
+            line = "  ".join(
+                f"{part} {method} {row[f'{part}_{method}_ms']:.3f} ({row[f'{part}_{method}_of_burst']:.3f}, "
+                f"{row[f'{part}_{method}_of_library']:.3f})"
+                for part in ("forward", "both") for method in ("queued", "latency") if f"{part}_{method}_ms" in row
+            )  # fmt: skip
+            print(f"  {variant:28s} {line}  peak {row['peak_mib']:.0f} MiB", flush=True)
         del h, w, t, g
         Path(args.out).write_text(json.dumps(report, indent=1), encoding="utf-8")
 

@@ -133,7 +133,7 @@ class Call:
         target = None if dw is None or not columns else dw[:columns]
         table = sm90.row_table((out[3], out[4], out[2]), upstream, slots, self.start)
         common: dict[str, Any] = {"dw_accumulate": accumulate, "active": slots.active}
-        if kept is not None:
+        if kept is not None and stats is not None:
             kept = kept[:, :columns]
             sm90.make_gradients(kept, stats, table, slots.active)
             partial = sm90.both_products(slots.hidden, rows, kept, segments, target, **common)
@@ -142,7 +142,7 @@ class Call:
                 slots.hidden, weight, slots.temperature, slots.targets, self.start, table, segments, target,
                 need_hidden=need_hidden, **common,
             )  # fmt: skip
-        return self.finish_hidden(partial, slots) if need_hidden else None
+        return self.finish_hidden(partial, slots) if partial is not None else None
 
 
 class _LinearLogp(torch.autograd.Function):
@@ -172,7 +172,7 @@ class _LinearLogp(torch.autograd.Function):
                 call.forward(slots, weight, out, first, step)
             if needs:
                 ctx.slots = slots
-        output = out.unbind(0)
+        output: Any = out.unbind(0)
         ctx.save_for_backward(weight, out)
         ctx.mark_non_differentiable(*output[3:])
         return output
