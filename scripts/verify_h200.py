@@ -250,6 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("matrix", choices=("one", "two"))
     parser.add_argument("--only", action="append", default=None, help="substring of row names; may be repeated")
+    parser.add_argument("--exclude", action="append", default=[], help="as --only, of rows to leave out")
     parser.add_argument("--steps", type=int, default=None, help="instead of each row's own number")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a row may take")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "verify_h200")
@@ -288,6 +289,8 @@ def main() -> None:
     failed = False
     for run in {"one": one, "two": two}[arguments.matrix]():
         if arguments.only is not None and not any(part in run.name for part in arguments.only):
+            continue
+        if any(part in run.name for part in arguments.exclude):
             continue
         run = named(replace(run, steps=arguments.steps or run.steps), extra)
         name = "".join(c if c.isalnum() else "-" for c in run.name)

@@ -42,11 +42,14 @@ class RayTransport:
 
     def start(self) -> None:
         """Start Ray on this machine. It replaces the signal handlers."""
-        import ray
-
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # On a busy machine Ray's agent needs longer for its imports than the 15 s after which the raylet gives up.
+        os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "150")  # read when ray is imported
+        import ray
+
         ray.init(
             address="local",  # not the cluster that RAY_ADDRESS may name
             num_cpus=self._config.num_cpus,
