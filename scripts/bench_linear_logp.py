@@ -173,8 +173,8 @@ def main() -> None:
                           capture_output=True, text=True).stdout.strip()  # fmt: skip
     report = {"card": card, "torch": torch.__version__, "cublas_tflops": round(rate, 1), "rows": []}
     chosen = registry.resolve("linear_logp", torch.device("cuda"), torch.bfloat16).backend
-    print(f"{card}, torch {torch.__version__}, cuBLAS {rate:.0f} TFLOP/s, backend {chosen}; ms (ratio to the roofline at "
-          "the burst rate, at the rate of the library products)")  # fmt: skip
+    print(f"{card}, torch {torch.__version__}, cuBLAS {rate:.0f} TFLOP/s, backend {chosen}")
+    print("ms (ratio to the roofline at the burst rate, at the rate of the library products)")
     torch._dynamo.config.recompile_limit = 64
     compiled = None if args.no_compile else torch.compile(eager, dynamic=False)
     for name in args.shapes.split(","):
