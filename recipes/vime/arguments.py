@@ -18,9 +18,9 @@ from rl_kernel.contract import VOCAB_LEAF
 STRICT_MODES = ("strict", "audit")
 
 
-def prompts_path(config: RunConfig) -> Path:
-    """The prompts file of this run and these ``data.*`` settings."""
-    key = hashlib.sha256(json.dumps(asdict(config.data), sort_keys=True).encode()).hexdigest()[:8]
+def prompts_path(config: RunConfig, content: str) -> Path:
+    """The prompts file made of these ``data.*`` settings and a data set with the digest ``content``."""
+    key = hashlib.sha256(json.dumps([asdict(config.data), content], sort_keys=True).encode()).hexdigest()[:12]
     return Path(config.trainer.output_dir) / f"prompts-{key}.jsonl"
 
 

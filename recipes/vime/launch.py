@@ -5,15 +5,19 @@ Every step can be repeated: prepared data and converted checkpoints are kept, an
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 
@@ -23,6 +27,10 @@ from recipes.errors import ConfigError, DataError, EngineError
 from recipes.vime import arguments
 
 logger = logging.getLogger(__name__)
+
+RAY_PORTS = {"GCS": 6379, "dashboard and jobs": 8265}  # of the head node that the launcher starts
+FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # data files, as load_dataset calls them
+OLDEST_DRIVER = {"12": 525, "13": 580}  # NVIDIA, by CUDA release
 
 
 def _devices(config: RunConfig) -> str | None:
@@ -38,6 +46,35 @@ def _devices(config: RunConfig) -> str | None:
     if found.family != config.hardware.family:
         return f"{found.name} is {found.family or found.reason}, hardware.family={config.hardware.family}"
     return None
+
+
+def _driver(config: RunConfig) -> str | None:
+    import torch
+
+    if torch.cuda.is_available():  # also an older driver under the forward-compatibility libraries of the image
+        return None
+    if config.hardware.device == "rocm":
+        if not os.path.exists("/dev/kfd"):
+            return "there is no /dev/kfd: load amdgpu, and give docker --device=/dev/kfd --device=/dev/dri"
+        if not os.access("/dev/kfd", os.R_OK | os.W_OK):
+            return "/dev/kfd may not be opened: give docker --group-add video (or render, whichever owns it)"
+        return None
+    from recipes.doctor import tool
+
+    found = tool(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    if found is None or not found[:1].isdigit():
+        return f"nvidia-smi {'is not there' if found is None else 'says ' + found}: give docker --gpus all"
+    oldest = OLDEST_DRIVER.get((torch.version.cuda or "").split(".")[0])
+    if oldest is not None and int(found.split(".")[0]) < oldest:
+        return f"NVIDIA driver {found} is older than {oldest}, which CUDA {torch.version.cuda} of this torch needs"
+    return None
+
+
+def _image(config: RunConfig) -> str | None:
+    from recipes import doctor
+
+    problems = [problem for check in (doctor.check_engines, doctor.check_plugin) if (problem := check())]
+    return f"{'; '.join(problems)}; run inside the image of Dockerfile.{config.hardware.device}" if problems else None
 
 
 def _folders(config: RunConfig) -> str | None:
@@ -62,6 +99,13 @@ def _model(config: RunConfig) -> str | None:
     return f"model.path={hf} is not {config.model.name}: {', '.join(different)}" if different else None
 
 
+def _dataset(config: RunConfig) -> str | None:
+    path = config.data.path
+    if os.path.exists(path) or (Path(path).suffix not in FILES and re.fullmatch(r"[\w.-]+/[\w.-]+", path)):
+        return None
+    return f"data.path={path} is neither a file, a folder nor the name of a data set (owner/name)"
+
+
 def _disk(config: RunConfig) -> str | None:
     folder = Path(config.trainer.output_dir)
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**30
@@ -73,12 +117,41 @@ def _ray(config: RunConfig) -> str | None:
     return None if shutil.which("ray") else "the ray command is not on PATH; run inside the vendor image"
 
 
+def _ports(config: RunConfig) -> str | None:
+    address = config.orchestrator.ray_address
+    if address is not None:
+        parts = urlsplit(address)
+        if parts.hostname is None:
+            return f"orchestrator.ray_address={address} names no host; it looks like http://127.0.0.1:8265"
+        port = parts.port or 80
+        if not _listens(parts.hostname, port):
+            return f"nothing listens on orchestrator.ray_address={address}; start Ray there, or leave it null"
+        return None
+    taken = [f"{port} ({what})" for what, port in RAY_PORTS.items() if _listens("127.0.0.1", port)]
+    if taken:
+        fix = "orchestrator.ray_address=http://127.0.0.1:8265 uses the Ray that runs there, `ray stop` ends it"
+        return f"port {', '.join(taken)} is taken; {fix}"
+    return None
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=3):
+            return True
+    except OSError:
+        return False
+
+
 CHECKS: dict[str, Callable[[RunConfig], str | None]] = {
+    "driver": _driver,
     "GPUs": _devices,
+    "image": _image,
     "vime and Megatron-LM": _folders,
     "model": _model,
+    "data set": _dataset,
     "disk": _disk,
     "ray": _ray,
+    "ports": _ports,
 }
 
 
@@ -87,25 +160,43 @@ def preflight(config: RunConfig) -> dict[str, str | None]:
     return {name: check(config) for name, check in CHECKS.items()}
 
 
+def _digest(files: Iterable[Path]) -> str:
+    """SHA-256 of the bytes of ``files``, in this order."""
+    total = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
+
+
 def prepare_prompts(config: RunConfig) -> Path:
     """Write the prompts as the jsonl file vime reads: ``{"prompt": [messages], "label": answer}`` a line.
 
-    A file of the same ``data.*`` settings is reused.
+    The file's name holds a digest of the ``data.*`` settings and of the data set's own bytes: a file is reused only
+    while both are what they were.
 
     Raises:
         DataError: a record lacks one of the configured fields.
     """
     from datasets import load_dataset
 
-    target = arguments.prompts_path(config)
-    if target.exists():
-        return target
     path = config.data.path
-    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(path).suffix)
-    data = load_dataset(kind, data_files=path, split="train") if kind else load_dataset(path, split=config.data.split)
+    kind = FILES.get(Path(path).suffix)
+    if kind:
+        target = arguments.prompts_path(config, _digest([Path(path)]))
+        if target.exists():
+            return target
+        data = load_dataset(kind, data_files=path, split="train")
+    else:  # a new revision on the hub, or other files in a folder, are other bytes in the cache
+        data = load_dataset(path, split=config.data.split)
+        target = arguments.prompts_path(config, _digest(Path(entry["filename"]) for entry in data.cache_files))
+        if target.exists():
+            return target
     if config.data.limit is not None:
         data = data.select(range(min(config.data.limit, len(data))))
     target.parent.mkdir(parents=True, exist_ok=True)
+    for other in target.parent.glob("prompts-*.jsonl"):
+        logger.warning("data set or data.* differ from those of %s; a resumed run goes on in the new file", other)
     partial = target.with_suffix(".partial")
     with partial.open("w", encoding="utf-8") as file:
         for number, record in enumerate(data):
@@ -172,11 +263,9 @@ def launch(config: RunConfig) -> int:
             f"{'ok  ' if problem is None else 'FAIL'} {name}{'' if problem is None else ': ' + problem}",
             file=sys.stderr,
         )
-    train = str(Path(config.orchestrator.vime_root) / "train.py")
-    command = ["python3", train, *arguments.build(config, arguments.prompts_path(config))]
     if config.orchestrator.dry_run:
         print("\n".join(f"{key}={value}" for key, value in environment.items()))
-        print(shlex.join(command))
+        print(shlex.join(_command(config, Path(config.trainer.output_dir) / "prompts-DIGEST.jsonl")))
         return 0
     failed = [f"{name}: {problem}" for name, problem in results.items() if problem is not None]
     if failed:
@@ -184,11 +273,16 @@ def launch(config: RunConfig) -> int:
             "; ".join(failed), where="orchestrator=vime", fix="orchestrator.dry_run=true prints the command."
         )
     with run_lock(config.trainer.output_dir):
-        return _submit(config, command, environment)
+        return _submit(config, environment)
 
 
-def _submit(config: RunConfig, command: list[str], environment: dict[str, str]) -> int:
-    prepare_prompts(config)
+def _command(config: RunConfig, prompts: Path) -> list[str]:
+    train = str(Path(config.orchestrator.vime_root) / "train.py")
+    return ["python3", train, *arguments.build(config, prompts)]
+
+
+def _submit(config: RunConfig, environment: dict[str, str]) -> int:
+    command = _command(config, prepare_prompts(config))
     prepare_roles(config)
     prepare_checkpoint(config, environment)
     address = config.orchestrator.ray_address

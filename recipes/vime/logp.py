@@ -33,10 +33,10 @@ def get_log_probs_and_entropy(
 
     Args:
         logits: hidden states, ``[1, T, H]`` fp32 holding values of the model dtype.
-        args: vime's arguments; ``rollout_temperature`` and ``allgather_cp`` are read.
+        args: vime's arguments; ``rollout_temperature``, ``allgather_cp`` and ``entropy_coef`` are read.
         unconcat_tokens: full token sequence of each sample.
         total_lengths, response_lengths: tokens per sample, over all context-parallel ranks.
-        with_entropy: also return entropies (with gradient, which ``linear_logp`` gives at no extra pass).
+        with_entropy: also return entropies, with gradient where ``entropy_coef`` is not 0 (as vime's own function).
 
     Returns:
         ``(empty tensor, {"log_probs": [...], "entropy": [...]})``, one fp32 tensor a sample, this context-parallel
@@ -82,5 +82,6 @@ def get_log_probs_and_entropy(
     lengths = [len(part) for part in rows]
     result = {"log_probs": list(output.logp.split(lengths))}
     if with_entropy:
-        result["entropy"] = list(output.entropy.split(lengths))
+        trained = getattr(args, "entropy_coef", 0.0) != 0
+        result["entropy"] = list((output.entropy if trained else output.entropy.detach()).split(lengths))
     return torch.empty((0,), device=hidden.device), result

@@ -39,7 +39,8 @@ def linear_logp(request: Any) -> LinearLogpResult:
     Args:
         request: has ``context`` (``hidden`` ``[T, H]``, ``projection.weight`` ``[V_local, H]``, ``projection.bias``,
             ``vocab_partition`` with ``local_start`` and ``real_size``), ``target_ids`` ``[T]``,
-            ``tensor_parallel_group``, ``temperature``, ``with_entropy`` and ``log_prob_keep_mask``.
+            ``tensor_parallel_group``, ``temperature``, ``with_entropy``, ``with_entropy_grad`` and
+            ``log_prob_keep_mask``.
 
     Raises:
         ProviderUnavailableError: the request holds no hidden states, a bias or a top-p mask, or the device has no
@@ -68,13 +69,14 @@ def linear_logp(request: Any) -> LinearLogpResult:
         temperature=1.0 if request.temperature is None else request.temperature,
         grad_segments=segments,
     )
+    entropy = output.entropy if getattr(request, "with_entropy_grad", True) else output.entropy.detach()
     choice = registry.resolve("linear_logp", weight.device, weight.dtype)
     contract = rl_kernel.fingerprint(
         device.family, virtual_tp=segments, model_dtype=str(weight.dtype).removeprefix("torch.")
     )
     return LinearLogpResult(
         logp=output.logp.unsqueeze(-1),
-        entropy=output.entropy if request.with_entropy else None,
+        entropy=entropy if request.with_entropy else None,
         backend_id=f"rl_kernel.linear_logp.{choice.backend}",
         contract_id=f"rl_kernel.v1.{device.family}.{contract}",
         provenance={"version": rl_kernel.__version__, "mode": registry.get_mode(), "device": device.name},

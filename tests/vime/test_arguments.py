@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from recipes.errors import ConfigError
 from recipes.vime import arguments, launch
-from recipes.vime.launch import prepare_prompts
+from recipes.vime.launch import CHECKS, prepare_prompts
 from tests.vime.helpers import ARMS, run_config
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -78,19 +80,71 @@ def test_model_path_is_required() -> None:
         arguments.build(config, PROMPTS)
 
 
-def test_prompts_are_written_again_when_the_data_settings_change(tmp_path: Path) -> None:
+def test_prompts_are_written_again_when_data_or_settings_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = run_config("grpo", "h100", "strict", output=str(tmp_path))
     source = tmp_path / "a.jsonl"
     source.write_text('{"q": "one", "a": 1}\n{"q": "two", "a": 2}\n', encoding="utf-8")
     config.data.path, config.data.prompt_key, config.data.label_key = str(source), "q", "a"
     first = prepare_prompts(config)
-    assert first == arguments.prompts_path(config) and first.read_text(encoding="utf-8").count("\n") == 2
+    assert first.parent == tmp_path and first.read_text(encoding="utf-8").count("\n") == 2
     stamp = first.stat().st_mtime_ns
     assert prepare_prompts(config) == first and first.stat().st_mtime_ns == stamp
     config.data.limit = 1
     second = prepare_prompts(config)
     assert second != first and second.read_text(encoding="utf-8").count("\n") == 1
-    assert second == arguments.prompts_path(config) and str(second) in arguments.build(config, second)
+    assert str(second) in arguments.build(config, second)
+    source.write_text('{"q": "three", "a": 3}\n', encoding="utf-8")  # the same settings, another data set
+    third = prepare_prompts(config)
+    assert third not in (first, second) and "three" in third.read_text(encoding="utf-8")
+    assert "goes on in the new file" in caplog.text
+
+
+def test_prompts_of_a_folder_follow_its_files(tmp_path: Path) -> None:
+    config = run_config("grpo", "h100", "strict", output=str(tmp_path / "run"))
+    folder = tmp_path / "data"
+    folder.mkdir()
+    config.data.path, config.data.prompt_key, config.data.label_key = str(folder), "q", "a"
+    found = []
+    for answer in (1, 1, 2):
+        (folder / "train.jsonl").write_text(f'{{"q": "one", "a": "{answer}"}}\n', encoding="utf-8")
+        found.append(prepare_prompts(config))
+    assert found[0] == found[1] != found[2] and '"2"' in found[2].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "says"),
+    [
+        ({"data.path": "/no/such/file.jsonl"}, "data set", "neither a file"),
+        ({"data.path": "owner/name.jsonl"}, "data set", "neither a file"),
+        ({"orchestrator.ray_address": "127.0.0.1"}, "ports", "names no host"),
+        ({"orchestrator.ray_address": "http://127.0.0.1:9"}, "ports", "nothing listens"),
+        ({}, "driver", "docker"),
+        ({}, "GPUs", "sees no GPU"),
+    ],
+)
+@pytest.mark.parametrize("hardware", ["h100", "mi300x"])
+def test_preflight_says_how_to_mend_it(hardware: str, change: dict[str, str], check: str, says: str) -> None:
+    config = run_config("grpo", hardware, "strict")
+    for key, value in change.items():
+        section, name = key.split(".")
+        setattr(getattr(config, section), name, value)
+    problem = CHECKS[check](config)
+    assert problem is not None and says in problem
+
+
+def test_preflight_names_a_taken_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config("grpo", "h100", "strict")
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        monkeypatch.setattr(sys.modules["recipes.vime.launch"], "RAY_PORTS", {"GCS": port})
+        assert f"port {port} (GCS) is taken" in str(CHECKS["ports"](config))
+        config.orchestrator.ray_address = f"http://127.0.0.1:{port}"
+        assert CHECKS["ports"](config) is None
+    assert CHECKS["data set"](config) is None  # DAPO-Math-17k, by its name on the hub
 
 
 def test_launch_refuses_a_machine_without_gpus(tmp_path: Path) -> None:
