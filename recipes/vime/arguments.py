@@ -45,6 +45,7 @@ def model_arguments(config: RunConfig) -> list[str]:
     model = config.model
     arguments = ["--swiglu", "--disable-bias-linear", "--qk-layernorm", "--group-query-attention"]
     arguments += ["--use-rotary-position-embeddings", "--normalization", "RMSNorm"]
+    arguments.append("--no-gradient-accumulation-fusion")  # Apex's kernel, which the images do not have
     sizes = {
         "--num-layers": model.num_hidden_layers,
         "--hidden-size": model.hidden_size,
@@ -128,8 +129,7 @@ def _train(config: RunConfig) -> list[str]:
     if hardware.colocate:
         arguments.append("--colocate")
     if hardware.device == "rocm":
-        # The vendor image has no apex, and its memory saver leaks in the colocated offload path.
-        arguments += ["--no-gradient-accumulation-fusion", "--no-offload-train"]
+        arguments.append("--no-offload-train")  # its memory saver leaks in the colocated offload path
     return arguments
 
 
