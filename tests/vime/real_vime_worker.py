@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +77,17 @@ def megatron_args(tp: int, cp: int, sequence_parallel: bool) -> Any:
     args.data_pad_size_multiplier = 8
     args.rope_type = args.position_embedding_type = "rope"
     return args
+
+
+def wrap_process_groups() -> None:
+    """Process groups as vime's trainer has them: wrappers, so that they can be destroyed during rollout."""
+    from vime.utils import reloadable_process_group as reloadable
+
+    reloadable.available_memory = lambda *_: {"free_GB": 1e3}  # asks a GPU
+    for name in ("all_gather_single", "reduce_scatter_single"):  # newer than the torch that this vime is for
+        setattr(reloadable.ReloadableProcessGroup, name, lambda group, *a, _n=name: group._fwd(_n, *a))
+    reloadable.monkey_patch_torch_dist()
+    reloadable.register_default_process_group(timedelta(minutes=5))
 
 
 def build(args: Any, role: str) -> Any:
@@ -232,6 +244,7 @@ def main() -> None:
     with megatron_cpu.scope():
         from megatron.core import mpu
 
+        wrap_process_groups()
         mpu.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
         megatron_cpu.seed_rng_tracker(0)
         from vime.backends.megatron_utils import actor, loss  # noqa: F401 - actor holds its own reference

@@ -45,6 +45,7 @@ def group_name(group: dist.ProcessGroup | None) -> str:
     """Name under which a custom operator finds ``group`` again; empty for no group or a group of one rank."""
     if group is None or group.size() == 1:
         return ""
+    group = peer.plain(group)
     _groups[group.group_name] = group
     return group.group_name
 
@@ -59,6 +60,7 @@ def group_of(name: str) -> dist.ProcessGroup:
 
 def gather_bytes(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[R, ...] payloads of all ranks in rank order, moved as bytes: any dtype, any backend, NaN payloads included."""
+    group = peer.plain(group)
     peers = peer.of(group, x, "all_gather")
     if peers is not None:
         return peers.all_gather(x)

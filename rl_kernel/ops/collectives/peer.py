@@ -361,6 +361,16 @@ def _map(group: dist.ProcessGroup, device: torch.device, size: int, timeout_s: i
     )
 
 
+def plain(group: dist.ProcessGroup | None) -> Any:
+    """``group``, or the present one inside a wrapper of it.
+
+    vime's trainers destroy their process groups while the GPUs serve rollout and make them anew afterwards, behind a
+    ``ProcessGroup`` that has no name of its own and keeps the one in use as ``group``.
+    """
+    inner = getattr(group, "__dict__", {}).get("group")
+    return inner if isinstance(inner, dist.ProcessGroup) else group
+
+
 def prepare(group: dist.ProcessGroup | None, max_bytes: int | None = None) -> bool:
     """Set up peer memory for ``group``; collective over it, once, before any capture. Engines call it where they start.
 
@@ -375,8 +385,11 @@ def prepare(group: dist.ProcessGroup | None, max_bytes: int | None = None) -> bo
         UnsupportedError: ``RLK_COLLECTIVES=peer`` and peer memory cannot be had.
         ContractError: a variable is wrong, or differs between the ranks; on every rank, naming the one.
     """
+    group = plain(group)
     if not torch.cuda.is_available() or group is None or group.size() == 1:
         return False
+    for gone in [name for name, entry in _known.items() if entry.group() is None]:
+        del _known[gone]  # with its memory
     known = _known.get(group.group_name)
     if known is not None and known.group() is group:
         return known.peers is not None
