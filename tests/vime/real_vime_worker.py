@@ -35,7 +35,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def megatron_args(tp: int, cp: int, sequence_parallel: bool) -> Any:
+def megatron_args(tp: int, cp: int, sequence_parallel: bool, tied: bool) -> Any:
     """vime's and Megatron's parsed arguments for a two-layer Qwen3."""
     from megatron.training.arguments import parse_args
     from vime.utils.arguments import get_vime_extra_args_provider
@@ -62,11 +62,13 @@ def megatron_args(tp: int, cp: int, sequence_parallel: bool) -> Any:
         "--transformer-impl": "local",
         "--cp-comm-type": "all_gather",
         "--custom-megatron-init-path": "recipes.vime.init.init",
+        "--custom-megatron-before-log-prob-hook-path": "recipes.vime.init.before_log_prob",
     }
     switches = "--swiglu --disable-bias-linear --qk-layernorm --group-query-attention --use-rotary-position-embeddings"
-    switches += " --untie-embeddings-and-output-weights --use-cpu-initialization --no-gradient-accumulation-fusion"
+    switches += " --use-cpu-initialization --no-gradient-accumulation-fusion"
+    switches += "" if tied else " --untie-embeddings-and-output-weights"
     switches += " --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion"
-    switches += " --no-persist-layer-norm --no-rope-fusion"
+    switches += " --no-persist-layer-norm --no-rope-fusion --use-dynamic-batch-size"
     sys.argv = ["train.py", *switches.split(), *(str(x) for pair in flags.items() for x in pair)]
     sys.argv += ["--spec", "recipes.vime.spec", "strict_layer_spec"]
     args = parse_args(extra_args_provider=get_vime_extra_args_provider(), ignore_unknown_args=True)
@@ -97,13 +99,10 @@ def build(args: Any, role: str) -> Any:
 
     model = get_model_provider_func(args, role)(pre_process=True, post_process=True)
     if role == "actor":
-        from recipes.config import ModelConfig
         from recipes.engines import megatron_weights as weights
         from recipes.vime.layers import fused_name
 
-        config = ModelConfig(
-            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=96, head_dim=32, tie_word_embeddings=False
-        )
+        config = model_config(args)
         tp, rank = args.tensor_model_parallel_size, int(os.environ["RANK"]) % args.tensor_model_parallel_size
         reader = weights.initial_reader(config, 5)
         params = dict(model.named_parameters())
@@ -115,18 +114,23 @@ def build(args: Any, role: str) -> Any:
     return Float16Module(model.config, model)
 
 
+def model_config(args: Any) -> Any:
+    from recipes.config import ModelConfig
+
+    tied = not args.untie_embeddings_and_output_weights
+    return ModelConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=96, head_dim=32, tie_word_embeddings=tied
+    )
+
+
 def exported(args: Any, model: Any) -> dict[str, bool]:
     """Whether vime converts every parameter to its Hugging Face name with the bytes that were loaded."""
     from vime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 
-    from recipes.config import ModelConfig
     from recipes.engines import megatron_weights as weights
     from recipes.engines.megatron_model import unwrap
 
-    config = ModelConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=96, head_dim=32, tie_word_embeddings=False
-    )
-    reader = weights.initial_reader(config, 5)
+    reader = weights.initial_reader(model_config(args), 5)
     pairs = [
         pair
         for name, param in unwrap(model).named_parameters()
@@ -135,21 +139,41 @@ def exported(args: Any, model: Any) -> dict[str, bool]:
     return {name: torch.equal(tensor, reader(name)) for name, tensor in pairs}
 
 
-def batch_of(args: Any) -> dict[str, Any]:
-    """A packed micro-batch from vime's own data code."""
-    from vime.backends.megatron_utils.data import DataIterator, get_batch
-
+def samples() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(0, VOCAB, (total,), generator=generator) for total, _ in LENGTHS]
     tokens[0][-1] = VOCAB - 1  # a target in the last shard
-    data = {
+    return {
         "tokens": tokens,
         "loss_masks": [torch.ones(response, dtype=torch.int) for _, response in LENGTHS],
         "total_lengths": [total for total, _ in LENGTHS],
         "response_lengths": [response for _, response in LENGTHS],
     }
+
+
+def batch_of(args: Any) -> dict[str, Any]:
+    """A packed micro-batch from vime's own data code."""
+    from vime.backends.megatron_utils.data import DataIterator, get_batch
+
+    data = samples()
     iterator = DataIterator(data, [list(range(len(LENGTHS)))])
     return get_batch(iterator, [*data, "multimodal_train_inputs"], args.data_pad_size_multiplier, False)
+
+
+def roles(args: Any) -> dict[str, list[int]]:
+    """Bits of vime's own forward-only passes, policy and reference, over models that no hook has seen before."""
+    from vime.backends.megatron_utils import loss
+    from vime.backends.megatron_utils.data import DataIterator
+    from vime.backends.megatron_utils.model import forward_only
+
+    found = {}
+    for prefix in ("", "ref_"):
+        model, data = build(args, "actor"), samples()
+        data["multimodal_train_inputs"] = None
+        iterator = DataIterator(data, [[0, 2], [1], [3]])
+        out = forward_only(loss.get_log_probs_and_entropy, args, [model], [iterator], [3], store_prefix=prefix)
+        found[prefix] = [int(x) for x in flat(out[f"{prefix}log_probs"]).view(torch.int32)]
+    return found
 
 
 def flat(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -241,7 +265,7 @@ def main() -> None:
     # vime's actor imports a CUDA allocator hook that has no CPU build; nothing of it is called here.
     sys.modules.setdefault("torch_memory_saver", SimpleNamespace(torch_memory_saver=SimpleNamespace()))  # type: ignore[arg-type]
     torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign] - vime's data code moves tensors
-    with megatron_cpu.scope():
+    with megatron_cpu.scope(optimizer=True):
         from megatron.core import mpu
 
         wrap_process_groups()
@@ -250,13 +274,14 @@ def main() -> None:
         from vime.backends.megatron_utils import actor, loss  # noqa: F401 - actor holds its own reference
         from vime.utils.misc import load_function
 
-        args = megatron_args(tp, cp, sequence_parallel)
+        args = megatron_args(tp, cp, sequence_parallel, tied=sys.argv[4] == "1")
         _ORIGINAL = loss.get_log_probs_and_entropy
         load_function(args.custom_megatron_init_path)(SimpleNamespace(**vars(args)))
         batch = batch_of(args)
         model = build(args, "actor")
         result = {**compare(args, model, batch), **critic(args, batch)}
         result["exported"] = exported(args, model) if tp == 1 else {}
+        result["roles"] = roles(args)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, result)
     if dist.get_rank() == 0:

@@ -32,10 +32,10 @@ def environment() -> dict[str, str]:
 
 
 @functools.cache
-def run(tp: int, cp: int, sequence_parallel: bool = False) -> list[dict[str, Any]]:
+def run(tp: int, cp: int, sequence_parallel: bool = False, tied: bool = False) -> list[dict[str, Any]]:
     worker = str(Path(__file__).with_name("real_vime_worker.py"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={tp * cp}", worker]
-    command += [str(tp), str(cp), str(int(sequence_parallel))]
+    command += [str(tp), str(cp), str(int(sequence_parallel)), str(int(tied))]
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     return json.loads([line for line in result.stdout.splitlines() if line.startswith("[{")][-1])
@@ -59,6 +59,21 @@ def test_no_logits_exist(tp: int, cp: int, sequence_parallel: bool) -> None:
     for rank in run(tp, cp, sequence_parallel):
         # The largest tensor is the LM head itself; a logits tensor would be larger.
         assert rank["largest_elements"] <= rank["weight_elements"] < rank["logits_elements"]
+
+
+def test_tied_heads_are_vimes_within_rounding() -> None:
+    (alone,), pair = run(1, 1, tied=True), run(2, 1, tied=True)
+    for rank in (alone, *pair):
+        assert rank["error_strict"] <= 2 * rank["error_vime"] + 1e-6 and rank["gradient_relative"] < 2e-2
+        assert rank["bits"] == alone["bits"]
+    assert alone["bits"] != run(1, 1)[0]["bits"]
+    assert len(alone["exported"]) == 2 * 11 + 2 and all(alone["exported"].values())
+
+
+@pytest.mark.parametrize(("tp", "cp", "sequence_parallel"), LAYOUTS)
+def test_policy_and_reference_passes_of_vime_have_the_same_bits(tp: int, cp: int, sequence_parallel: bool) -> None:
+    for rank in run(tp, cp, sequence_parallel):  # other micro-batches, models that only the hook has seen
+        assert rank["roles"] == {"": rank["bits"], "ref_": rank["bits"]}
 
 
 def test_weights_leave_under_hugging_face_names() -> None:
