@@ -39,15 +39,6 @@ struct Consumer {
   __device__ __forceinline__ uint64_t b(const Ring& at, int half) const {
     return descriptor(base + at.stage * kBytesStage + kBytesA + half * (kBytesB / 2), 8192, 1024);
   }
-  // Takes part in `stages` stages without a product.
-  __device__ __forceinline__ void pass(int stages) {
-#pragma unroll 1
-    for (; stages > 0; --stages) {
-      wait(ring);
-      ring.next();
-      release(1);
-    }
-  }
   __device__ __forceinline__ void release(int stages) {
     const bool signals = thread < kCluster * 32 && thread % 32 == 0;  // one thread for each block of the cluster
     for (; stages > 0; --stages) {
@@ -275,64 +266,39 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     if constexpr (Kind == kStore) {
       while (id < tiles) {
         const Tile tile = locate(params, shapes, id, rank);
-        if (params.half_tiles != 0 && tile.m + own * 64 >= tile.shape->rows) {
-          consumer.pass(tile.k_tiles);
-        } else {
-          const bool continued = tile.problem->init != nullptr;
-          if (continued || tile.k_tiles == 0) {
-            start_half(left, 0, tile, own, thread);
-            start_half(right, 1, tile, own, thread);
+        start_half(left, 0, tile, own, thread);
+        start_half(right, 1, tile, own, thread);
+        if (tile.k_tiles > 0) {
+          if (tile.problem->transposed_a) {
+            multiply_both<1, 1>(left, right, tile.k_tiles, true, consumer);
+          } else {
+            multiply_both<0, 1>(left, right, tile.k_tiles, true, consumer);
           }
-          if (tile.k_tiles > 0) {
-            if (tile.problem->transposed_a) {
-              multiply_both<1, 1>(left, right, tile.k_tiles, continued, consumer);
-            } else {
-              multiply_both<0, 1>(left, right, tile.k_tiles, continued, consumer);
-            }
-          }
-          store_half(left, 0, tile, stager, rank, own, thread);
-          store_half(right, 1, tile, stager, rank, own, thread);
         }
+        store_half(left, 0, tile, stager, rank, own, thread);
+        store_half(right, 1, tile, stager, rank, own, thread);
         id = next_tile(slot, phase, thread % 32 == 0);
       }
-    } else {
+    } else if (id < tiles) {
       // Tiles overlap: the first products of the next tile are under way before this one's right half is dealt with.
-      // Around tiles without rows for this warpgroup they do not.
       const Vocabulary& v = params.vocabulary;
       Tile tile = locate(params, shapes, id, rank);
-      // Not for Edge 1: there the compiler would wait for each product.
-      auto without_rows = [&] {
-        return Edge != 1 && params.half_tiles != 0 && tile.m + own * 64 >= shapes[0].rows;
-      };
-      auto pass_tiles = [&] {
-        while (id < tiles && without_rows()) {
-          consumer.pass(tile.k_tiles);
-          id = next_tile(slot, phase, thread % 32 == 0);
-          if (id < tiles) tile = locate(params, shapes, id, rank);
+      begin_tile<Edge, 0, 0>(left, right, consumer, [] {});
+      while (true) {
+        const TwoRows two(tile, v, own, thread);
+        end_tile<Edge, 0, 0>(left, right, tile.k_tiles, consumer, [&](auto finish) {
+          vocabulary_leaf<Kind>(left, 0, two, shapes[0], params.problem[0], v, stager, own, thread, finish);
+        });
+        auto finish_right = [&] {
+          vocabulary_leaf<Kind>(right, 1, two, shapes[0], params.problem[0], v, stager, own, thread, [] {});
+        };
+        id = next_tile(slot, phase, thread % 32 == 0);
+        if (id >= tiles) {
+          finish_right();
+          break;
         }
-      };
-      pass_tiles();
-      if (id < tiles) {
-        begin_tile<Edge, 0, 0>(left, right, consumer, [] {});
-        while (true) {
-          const TwoRows two(tile, v, own, thread);
-          end_tile<Edge, 0, 0>(left, right, tile.k_tiles, consumer, [&](auto finish) {
-            vocabulary_leaf<Kind>(left, 0, two, shapes[0], params.problem[0], v, stager, own, thread, finish);
-          });
-          auto finish_right = [&] {
-            vocabulary_leaf<Kind>(right, 1, two, shapes[0], params.problem[0], v, stager, own, thread, [] {});
-          };
-          id = next_tile(slot, phase, thread % 32 == 0);
-          if (id < tiles) tile = locate(params, shapes, id, rank);
-          if (id >= tiles || without_rows()) {
-            finish_right();
-            pass_tiles();
-            if (id >= tiles) break;
-            begin_tile<Edge, 0, 0>(left, right, consumer, [] {});
-          } else {
-            begin_tile<Edge, 0, 0>(left, right, consumer, finish_right);
-          }
-        }
+        tile = locate(params, shapes, id, rank);
+        begin_tile<Edge, 0, 0>(left, right, consumer, finish_right);
       }
     }
   }

@@ -4,7 +4,6 @@
 #include "tensor_map.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <mutex>
 
 namespace rlk::sm90 {
@@ -21,19 +20,16 @@ inline int64_t tiles(const Problem& problem) {
 }
 
 template <int Kind, int Edge>
-void launch(const Params& given, cudaStream_t stream) {
+void launch(const Params& params, cudaStream_t stream) {
   static std::once_flag once;
-  static int processors = 0, half_tiles = 1;
+  static int processors = 0;
   std::call_once(once, [] {
-    if (const char* value = std::getenv("RLK_SM90_IDLE")) half_tiles = std::atoi(value);
     int device = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
     check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
     check(cudaFuncSetAttribute(gemm_kernel<Kind, Edge>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared),
           "shared memory");
   });
-  Params params = given;
-  params.half_tiles = half_tiles;
   int64_t count = 0;
   for (int i = 0; i < params.problems; ++i) count += tiles(params.problem[i]);
   if (count == 0) return;

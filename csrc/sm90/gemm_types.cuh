@@ -53,7 +53,6 @@ struct Params {
   const int* active;       // active rows, or null for all
   int skipped;             // of them, rows in front of this problem's first one
   int* counter;            // zero at launch
-  int half_tiles;          // a warpgroup without rows leaves the tensor cores to the other one
 };
 
 // Sizes of a problem, known when the kernel starts. Tiles are numbered over clusters.
