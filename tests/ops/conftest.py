@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+
 import pytest
 
 from tests.ops.rank_pool import RankPool
@@ -41,3 +44,35 @@ def one_gpu():
     pool = GpuRanks(1)
     yield pool
     pool.close()
+
+
+def pytest_configure(config):
+    """The real stderr, for what is said about a test that hangs."""
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if capture is None:
+        config.gpu_stderr = os.fdopen(os.dup(2), "w")
+        return
+    with capture.global_and_fixture_disabled():
+        config.gpu_stderr = os.fdopen(os.dup(2), "w")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    """A kernel that hangs ends the run after RLK_TEST_SECONDS (default 300) with the stacks, on the GPU only.
+
+    Nothing in Python can stop a wait for the GPU, so the process ends; its context, and with it the kernel, goes too.
+    """
+    if item.get_closest_marker("gpu") is None:
+        yield
+        return
+    seconds = float(os.environ.get("RLK_TEST_SECONDS", "300"))
+    stream = item.config.gpu_stderr
+    faulthandler.dump_traceback_later(seconds, exit=True, file=stream)
+    note = os.environ.get("RLK_TEST_RUNNING")
+    if note:
+        with open(note, "w", encoding="utf-8") as file:  # who hung, where the output does not say
+            file.write(item.nodeid)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
