@@ -52,7 +52,7 @@ FAST_ORDER = {
     "gfx942": ("triton", "torch"),
 }
 # Keys of resolved() that hold a sentence, not a backend.
-REMARKS = ("cublaslt", "collectives transport", "attention backward")
+REMARKS = ("cublaslt", "collectives transport", "attention")
 
 
 def _opt_in(all_of_them: frozenset[str]) -> set[str]:
@@ -247,15 +247,15 @@ _CONTRACT_OPS = {
 def resolved() -> dict[str, str]:
     """Backends chosen so far in this process, as ``{"linear[cpu,bfloat16]": "native", ...}`` (for manifest.json),
     and under the names of :data:`REMARKS` what cuBLASLt's probes found, how payloads travel between GPUs, and which
-    kernels computed attention's backward."""
+    kernels computed packed attention."""
     chosen = {
         f"{request.op}[{request.family},{str(request.dtype).removeprefix('torch.')}]": backend
         for request, backend in sorted(_history.items(), key=lambda item: str(item[0]))
     }
     from rl_kernel.ops.collectives import peer
 
-    backward = sys.modules.get("rl_kernel.ops.attention.triton_backward")  # it imports Triton: only where it ran
-    remarks = (cublaslt.summary(), peer.summary(), backward.summary() if backward else None)
+    attention = sys.modules.get("rl_kernel.ops.attention.hopper")  # it imports Triton: only where it ran
+    remarks = (cublaslt.summary(), peer.summary(), attention.summary() if attention else None)
     for name, found in zip(REMARKS, remarks, strict=True):
         if found is not None:
             chosen[name] = found

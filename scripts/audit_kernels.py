@@ -82,11 +82,18 @@ def calls(family: str, sample: bool) -> Iterator[tuple[str, Callable[[], object]
         )
     yield "attention backward", lambda: attention.varlen_backward(q, q, kv, kv, q, t, cu)
     if family == "sm90":
+        forward = importlib.import_module("rl_kernel.ops.attention.sm90_forward")
+        yield "attention", lambda: forward.forward(q, kv, kv, cu, cu, 0.1, 4)
         sm90 = importlib.import_module("rl_kernel.ops.attention.sm90_backward")
         yield "attention backward", lambda: sm90.backward(q, q, kv, kv, q, t, cu, cu, 0.1, 4)
     if not sample:
         q64, kv64 = empty(512, 16, 64), empty(512, 8, 64)
         yield "attention", lambda: attention.varlen_forward(q64, kv64, kv64, cu)
+        if family == "sm90":
+            q40, t40 = empty(512, 40, 128), empty(512, 40, dtype=F32)
+            yield "attention", lambda: forward.forward(q64, kv64, kv64, cu, cu, 0.1, 2)
+            yield "attention", lambda: forward.forward(q40, kv, kv, cu, cu, 0.1, 5)
+            yield "attention backward", lambda: sm90.backward(q40, q40, kv, kv, q40, t40, cu, cu, 0.1, 5)
     norm, rope, swiglu, embedding = (backend(name) for name in ("rms_norm", "rope", "swiglu", "embedding"))
     yield "rms_norm", lambda: norm.forward(empty(64, h), empty(h), 1e-6, empty(64, h))
     yield "rms_norm", lambda: norm.backward(empty(64, h), None, empty(64, h), empty(h), empty(64, dtype=F32))
@@ -96,6 +103,11 @@ def calls(family: str, sample: bool) -> Iterator[tuple[str, Callable[[], object]
         lambda: rope.qk_norm_forward(
             empty(64, 32, 128), empty(64, 8, 128), empty(128), empty(128), 1e-6, position, angles
         ),
+    )
+    many, far = empty(8192, 40, 128), torch.zeros(8192, dtype=torch.int64)
+    yield (
+        "rope",
+        lambda: rope.qk_norm_forward(many[:, :32], many[:, 32:], empty(128), empty(128), 1e-6, far, angles),
     )
     yield (
         "rope",

@@ -418,7 +418,7 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def attention() -> None:
-    from rl_kernel.ops.attention import library, triton, triton_backward
+    from rl_kernel.ops.attention import hopper, library, triton
 
     missing = library._load()
     speed = bandwidth()
@@ -427,31 +427,32 @@ def attention() -> None:
         cu = torch.arange(0, batch * n + 1, n, device="cuda", dtype=torch.int32)
         shape = f"{batch}x{n}, 32/8 heads of 128"
         flash = 0.0 if missing else replays([lambda q=q, k=k, v=v, cu=cu: library.varlen_forward(q, k, v, cu)])
-        backends = {"triton": triton} if missing else {"triton": triton, "library": library}
+        forwards = {"triton": triton.portable_forward}
+        if not isinstance(hopper.module(q.device, "forward"), str):
+            forwards["gluon"] = triton.varlen_forward
+        own = "gluon" if "gluon" in forwards else "triton"  # what the backend takes
+        if not missing:
+            forwards["library"] = library.varlen_forward
         compare(
             "attention prefill",
             shape,
             missing or "FlashAttention-3",
             flash,
-            {
-                name: [lambda m=module, q=q, k=k, v=v, cu=cu: m.varlen_forward(q, k, v, cu)]
-                for name, module in backends.items()
-            },
-            {"triton": 1.8, "library": 1.05},
+            {name: [lambda f=forward, q=q, k=k, v=v, cu=cu: f(q, k, v, cu, cu)] for name, forward in forwards.items()},
+            {own: 1.8, "library": 1.05},
         )
         out, lse = triton.varlen_forward(q, k, v, cu)
         dout = torch.randn_like(q)
         dense = [x.view(batch, n, *x.shape[1:]).detach().requires_grad_() for x in (q, k, v)]
         result = sdpa(*dense)
         upstream = torch.randn_like(result)
-        hopper = not isinstance(triton_backward.hopper(q.device), str)
         compare(
             "attention backward",
             shape,
             "SDPA backward (not deterministic)",
             eagerly(lambda r=result, d=dense, u=upstream: torch.autograd.grad(r, d, u, retain_graph=True)),
             {
-                "gluon" if hopper else "triton": [
+                "triton" if isinstance(hopper.module(q.device, "backward"), str) else "gluon": [
                     lambda a=(dout, q, k, v, out, lse, cu): triton.varlen_backward(*a),
                 ]
             },

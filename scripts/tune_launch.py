@@ -122,15 +122,15 @@ def linear_cases() -> Iterator[Case]:
 
 
 def attention_cases() -> Iterator[Case]:
+    from rl_kernel.ops.attention import hopper, triton_backward
     from rl_kernel.ops.attention import triton as op
-    from rl_kernel.ops.attention import triton_backward
 
     q, k, v = (torch.randn(8192, heads, 128, device="cuda").to(BF16) for heads in (32, 8, 8))
     cu = torch.tensor([0, 8192], dtype=torch.int32, device="cuda")
     for bm, warps, stages in ((128, 8, 2), (128, 8, 1), (64, 4, 2), (64, 4, 3), (256, 8, 1)):
         yield (
             "attention/8192/1", ANY, {"BM": bm, "warps": warps, "stages": stages},
-            lambda: op.varlen_forward(q, k, v, cu), lambda: op.varlen_forward(q, k, v, cu)[0],
+            lambda: op.portable_forward(q, k, v, cu, cu), lambda: op.portable_forward(q, k, v, cu, cu)[0],
         )  # fmt: skip
     out, lse = op.varlen_forward(q, k, v, cu)
     arguments = (torch.randn_like(q), q, k, v, out, lse, cu, cu, 128**-0.5, 4)
@@ -144,16 +144,16 @@ def attention_cases() -> Iterator[Case]:
                 lambda: triton_backward.portable(*arguments),
                 lambda: torch.cat([x.flatten() for x in triton_backward.portable(*arguments)]),
             )  # fmt: skip
-    hopper = triton_backward.hopper(q.device)
-    if not isinstance(hopper, str):
+    faster = hopper.module(q.device, "backward")
+    if not isinstance(faster, str):
         for name, candidates in (
             ("dkdv", ({"stages": 2}, {"stages": 3})),
             ("dq", ({"BN": 128, "stages": 2}, {"BN": 64, "stages": 3}, {"BN": 64, "stages": 4})),
         ):
             for candidate in candidates:
                 yield (
-                    f"attention_{name}_sm90/8192/1", ANY, candidate, lambda: hopper.backward(*arguments),
-                    lambda: torch.cat([x.flatten() for x in hopper.backward(*arguments)]),
+                    f"attention_{name}_sm90/8192/1", ANY, candidate, lambda: faster.backward(*arguments),
+                    lambda: torch.cat([x.flatten() for x in faster.backward(*arguments)]),
                 )  # fmt: skip
     batch, context, page = 64, 4096, 16
     table = torch.randperm(batch * context // page, device="cuda").view(batch, -1).to(torch.int32)
@@ -192,19 +192,25 @@ def elementwise_cases() -> Iterator[Case]:
     from rl_kernel.ops.swiglu import triton as swiglu
 
     x, r, w = (torch.randn(*s, device="cuda").to(BF16) for s in ((8192, 4096), (8192, 4096), (4096,)))
-    for block, warps in ((4096, 4), (4096, 8), (4096, 2), (8192, 8), (16384, 8)):
-        yield (
-            "rms_norm/4096/1", ANY, {"block": block, "warps": warps},
-            lambda: norm.forward(x, w, 1e-6, r), lambda: norm.forward(x, w, 1e-6, r)[0],
-        )  # fmt: skip
+    for op, residual in (("rms_norm", None), ("add_rms_norm", r)):
+        for block, warps in ((4096, 4), (4096, 8), (4096, 2), (8192, 4), (8192, 8), (16384, 8)):
+
+            def run(residual: torch.Tensor | None = residual) -> torch.Tensor:
+                return norm.forward(x, w, 1e-6, residual)[0]
+
+            yield f"{op}/4096/1", ANY, {"block": block, "warps": warps}, run, run
     q, head = torch.randn(8192, 32, 128, device="cuda").to(BF16), torch.randn(128, device="cuda").to(BF16)
     position, cache = torch.arange(8192, device="cuda"), torch.randn(8192, 128, device="cuda")
+
+    def turned() -> torch.Tensor:
+        return rope.qk_norm_forward(q, q[:, :8], head, head, 1e-6, position, cache)[0]
+
     for tokens, block, warps in ((1, 2048, 4), (1, 4096, 4), (1, 1024, 1), (2, 512, 1), (4, 512, 1), (8, 512, 4)):
-        yield (
-            "rope/128/1", ANY, {"tokens": tokens, "block": block, "warps": warps},
-            lambda: rope.qk_norm_forward(q, q[:, :8], head, head, 1e-6, position, cache),
-            lambda: rope.qk_norm_forward(q, q[:, :8], head, head, 1e-6, position, cache)[0],
-        )  # fmt: skip
+        row = {"tokens": tokens, "block": block, "warps": warps}
+        yield "rope/128/1", ANY, row, lambda: rope.forward(q, position, cache), lambda: rope.forward(q, position, cache)
+    for tokens, rows, warps in ((1, 8, 1), (1, 4, 1), (1, 8, 2), (2, 8, 4)):
+        row = {"tokens": tokens, "rows": rows, "warps": warps, "least": 2048, "most": 6144 * warps}
+        yield "qk_norm_rope/128/1", ANY, row, turned, turned
     g = torch.randn(8192, 24576, device="cuda").to(BF16)
     for block, warps in ((1024, 4), (2048, 4), (4096, 8), (1024, 2), (4096, 4)):
         row = {"block": block, "warps": warps}

@@ -76,7 +76,8 @@ def test_packed_chunked_and_paged_rows_agree(backend, part, monkeypatch):
         i = source.randrange(len(n))
         own = slice(starts[i], starts[i + 1])
         with triton_utils.override_launch("attention", {"BM": 64, "warps": 4, "stages": 2}):
-            alone = op.varlen_forward(q[own], k[own], v[own], cumulative([n[i]]))
+            forward = getattr(op, "portable_forward", op.varlen_forward)  # another tile, and on Hopper another kernel
+            alone = forward(q[own], k[own], v[own], *[cumulative([n[i]])] * 2)
         tally.equal(out[own], alone[0], "alone, other tile", what)
         assert differing(lse[own], alone[1]) == 0
         # A tensor-parallel rank's heads.
@@ -156,13 +157,87 @@ def test_backward_is_repeatable_and_per_sequence_and_per_head(part):
     tally.done()
 
 
-def _hopper():
-    from rl_kernel.ops.attention import triton_backward
+def _hopper(direction):
+    from rl_kernel.ops.attention import hopper
 
-    found = triton_backward.hopper(torch.device("cuda", torch.cuda.current_device()))
+    found = hopper.module(torch.device("cuda", torch.cuda.current_device()), direction)
     if isinstance(found, str):
         pytest.skip(found)
-    return found, triton_backward.portable
+    return found
+
+
+LENGTHS = [
+    ([1], None),
+    ([7], None),
+    ([796], None),
+    ([1820], None),
+    ([300, 0, 77, 1024, 1, 0, 640, 5, 0], None),
+    ([100, 1, 333, 0], [400, 129, 333, 50]),
+    ([1] * 130, None),
+    ([777] * 20, None),
+]
+
+
+@pytest.mark.parametrize(
+    "heads", [(32, 8, 128), (16, 8, 128), (40, 8, 128), (8, 8, 128), (32, 2, 128), (6, 2, 128), (16, 8, 64)]
+)
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
+def test_hopper_prefill_has_the_bytes_of_triton(heads, queries, keys):
+    from rl_kernel.ops.attention import triton as op
+
+    own = _hopper("forward")
+    h, kv, dim = heads
+    q = data(sum(queries), h + 2 * kv, dim, seed=1, heavy=False)[:, :h]
+    k, v = (data(sum(keys or queries), h + 2 * kv, dim, seed=i, heavy=False)[:, -kv:] for i in (2, 3))
+    cu, cu_k = cumulative(queries), cumulative(keys or queries)
+    assert own.unusable(q, k, v, cu, cu_k) is None
+    out = op.varlen_forward(q, k, v, cu, cu_k)
+    for ours, triton in zip(out, op.portable_forward(q, k, v, cu, cu_k)):
+        assert differing(ours, triton) == 0
+    if len(queries) == 9:  # NaN in the last live sequences: nothing before them changes
+        end = int(cu[6])
+        sick = [x.clone() for x in (q, k, v)]
+        for x in sick:
+            x[end:] = float("nan")
+        for clean, other in zip(out, op.varlen_forward(*sick, cu, cu_k)):
+            assert differing(clean[:end], other[:end]) == 0
+
+
+def test_hopper_prefill_names_what_it_cannot_and_is_named():
+    from rl_kernel.ops.attention import hopper
+    from rl_kernel.ops.attention import triton as op
+
+    own = _hopper("forward")
+    q, k = data(40, 4, 128, seed=1), data(40, 2, 128, seed=2)
+    cu = cumulative([40])
+    assert "strides" in own.unusable(q, k, torch.zeros(40, 2, 129, device="cuda", dtype=BF16)[..., 1:], cu, cu)
+    assert "int32" in own.unusable(q, k, k, cu.long(), cu)
+    assert "heads of 32" in own.unusable(q[..., :32], k[..., :32], k[..., :32], cu, cu)
+    op.varlen_forward(q, k, k, cu)
+    op.varlen_forward(q[..., :32], k[..., :32], k[..., :32], cu)
+    assert "forward: " in hopper.summary() and "Gluon" in hopper.summary()
+    assert "x Triton (torch.bfloat16 heads of 32" in hopper.summary()
+    out, lse = op.varlen_forward(q[:0], k[:0], k[:0], cumulative([0, 0]))
+    assert out.shape == (0, 4, 128) and lse.shape == (0, 4)
+
+
+def test_hopper_prefill_under_a_graph_follows_the_offsets():
+    """More tiles than a wave, then fewer and others: the launch is the same, the offsets are read on the device."""
+    from rl_kernel.ops.attention import triton as op
+
+    _hopper("forward")
+    q, k, v = (data(4096, heads, 128, seed=heads, heavy=False) for heads in (32, 8, 9))
+    v = v[:, :8]
+    cu = cumulative([1000, 3096])
+    op.varlen_forward(q, k, v, cu)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = op.varlen_forward(q, k, v, cu)
+    for n in ([1000, 3096], [4096, 0], [1, 4095], [0, 4096]):
+        cu.copy_(cumulative(n))
+        graph.replay()
+        for captured, triton in zip((out, lse), op.portable_forward(q, k, v, cu, cu)):
+            assert differing(captured, triton) == 0
 
 
 def _backward_case(n, heads, kv_heads, n_keys=None, seed=0):
@@ -179,33 +254,24 @@ def _backward_case(n, heads, kv_heads, n_keys=None, seed=0):
     return dout, q, k, v, out, lse, cu, cu_k, 128**-0.5, heads // kv_heads
 
 
-@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (32, 2)])
-@pytest.mark.parametrize(
-    ("queries", "keys"),
-    [
-        ([1], None),
-        ([7], None),
-        ([796], None),
-        ([1820], None),
-        ([6827], None),
-        ([300, 0, 77, 1024, 1, 0, 640, 5, 0], None),
-        ([100, 1, 333, 0], [400, 129, 333, 50]),
-        ([1] * 130, None),
-    ],
-)
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (32, 2), (16, 8), (40, 8), (8, 8), (6, 2)])
+@pytest.mark.parametrize(("queries", "keys"), [*LENGTHS, ([6827], None)])
 def test_hopper_backward_has_the_bytes_of_triton(heads, queries, keys):
-    hopper, portable = _hopper()
+    from rl_kernel.ops.attention.triton_backward import portable
+
+    hopper = _hopper("backward")
     case = _backward_case(queries, *heads, keys)
     assert hopper.unusable(*case[1:4], *case[6:8]) is None
     for name, own, other in zip(("dq", "dk", "dv"), hopper.backward(*case), portable(*case)):
         assert differing(own, other) == 0, name
 
 
-def test_hopper_backward_never_reads_a_neighbour_and_names_what_it_cannot():
+@pytest.mark.parametrize("heads", [(32, 8), (40, 8)])
+def test_hopper_backward_never_reads_a_neighbour_and_names_what_it_cannot(heads):
     from rl_kernel.ops.attention import triton as op
 
-    hopper, _ = _hopper()
-    case = list(_backward_case([100, 77, 300], 32, 8))
+    hopper = _hopper("backward")
+    case = list(_backward_case([100, 77, 300], *heads))
     clean = hopper.backward(*case)
     for i in range(6):  # dout, q, k, v, out, lse
         case[i] = case[i].clone()
@@ -216,7 +282,6 @@ def test_hopper_backward_never_reads_a_neighbour_and_names_what_it_cannot():
     assert "strides" in hopper.unusable(q, k, torch.zeros(477, 8, 129, device="cuda", dtype=BF16)[..., 1:], cu, cu)
     assert "int32" in hopper.unusable(q, k, v, cu.long(), cu)
     assert "heads of 64" in hopper.unusable(q[..., :64], k[..., :64], v[..., :64], cu, cu)
-    assert "1 to a key head" in hopper.unusable(q, q, q, cu, cu)
     none = torch.empty(0, 32, 128, device="cuda", dtype=BF16)
     empty = op.varlen_backward(none, none, none[:, :8], none[:, :8], none, none[..., 0].float(), cumulative([0, 0]))
     assert [x.shape[0] for x in empty] == [0, 0, 0]

@@ -33,16 +33,30 @@ _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global
 _REGISTERS = 240  # of a thread that multiplies; the fetching warp gives up its own
 
 
-@triton.jit(do_not_specialize=["rows", "R"])
-def _prepare(dout_ptr, out_ptr, lse_ptr, stat_ptr, rows, heads, G, R, D: tl.constexpr, ROWS: tl.constexpr):
-    """stat [Hkv, 2, R]: lse * log2 e and rowsum(dO * O), rows of a kv head contiguous (token, head of the group)."""
+@triton.jit(do_not_specialize=["rows", "batch", "search", "R"])
+def _prepare(
+    dout_ptr, out_ptr, lse_ptr, stat_ptr, cu_ptr, rows, heads, G, batch, search, R, D: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """stat [Hkv, 2, R]: lse * log2 e and rowsum(dO * O), rows of a kv head contiguous (token, head of the group).
+
+    Sequence s begins at ``(cu[s] * G // 4 + s) * 4``: TMA reads from multiples of 16 bytes only.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = row.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    element = row.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
     live = (row < rows)[:, None]
-    dout = tl.load(dout_ptr + at, mask=live, other=0.0).to(tl.float32)
-    out = tl.load(out_ptr + at, mask=live, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + element, mask=live, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + element, mask=live, other=0.0).to(tl.float32)
     token, head = row // heads, row % heads
-    to = stat_ptr + (head // G * 2).to(tl.int64) * R + token * G + head % G
+    low = tl.zeros([ROWS], tl.int32)
+    high = low + batch - 1
+    for _ in range(search):
+        middle = (low + high + 1) // 2
+        below = tl.load(cu_ptr + middle) <= token
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle - 1)
+    begin = tl.load(cu_ptr + low)
+    at = (begin * G // 4 + low) * 4 + (token - begin) * G + head % G
+    to = stat_ptr + (head // G * 2).to(tl.int64) * R + at
     lse = tl.load(lse_ptr + row, mask=row < rows, other=0.0)
     tl.store(to, lse * LOG2E, mask=row < rows)
     tl.store(to + R, tree_sum(dout * out, ROWS, D), mask=row < rows)
@@ -59,6 +73,14 @@ def _find(tile, cu_ptr, batch, steps, G: gl.constexpr, SIZE: gl.constexpr):
         low = gl.where(below, middle, low)
         high = gl.where(below, high, middle - 1)
     return low, tile - (gl.load(cu_ptr + low) * G // SIZE + low)
+
+
+@gluon.jit
+def _rows_at(q_begin, kv_head, plane, G: gl.constexpr, PACKED: gl.constexpr):
+    """Where a box of query rows begins: in [T, Hq, D], or in the copy [Hkv * T * G, 1, D] of groups without boxes."""
+    row = kv_head * plane + q_begin * G if PACKED else q_begin
+    head = 0 if PACKED else kv_head * G
+    return row, head
 
 
 @gluon.jit
@@ -84,8 +106,8 @@ def _store(ptr, begin, count, tile, stride, head, x, ROWS: gl.constexpr, D: gl.c
 @gluon.jit
 def _dkdv_load(
     q_desc, dout_desc, stat_desc, k_desc, v_desc, q_s, dout_s, lse_s, delta_s, k_s, v_s, kv_full, full, empty,
-    first, steps, q_begin, k_row, kv_head,
-    G: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    first, steps, q_row, q_head, stat_row, k_row, kv_head,
+    BOX: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     mbarrier.expect(kv_full, 4 * 64 * D * 2)
     for w in gl.static_range(2):
@@ -96,11 +118,11 @@ def _dkdv_load(
         mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)
         bar = full.index(s)
         mbarrier.expect(bar, 2 * BM * D * 2 + 2 * BM * 4)
-        token = q_begin + (first + i) * (BM // G)
-        _fetch(q_desc, [token, kv_head * G, 0], bar, q_s.index(s))
-        _fetch(stat_desc, [kv_head * 2, token * G], bar, lse_s.index(s))
-        _fetch(dout_desc, [token, kv_head * G, 0], bar, dout_s.index(s))
-        _fetch(stat_desc, [kv_head * 2 + 1, token * G], bar, delta_s.index(s))
+        row = q_row + (first + i) * (BM // BOX)
+        _fetch(q_desc, [row, q_head, 0], bar, q_s.index(s))
+        _fetch(stat_desc, [kv_head * 2, stat_row + (first + i) * BM], bar, lse_s.index(s))
+        _fetch(dout_desc, [row, q_head, 0], bar, dout_s.index(s))
+        _fetch(stat_desc, [kv_head * 2 + 1, stat_row + (first + i) * BM], bar, delta_s.index(s))
 
 
 @gluon.jit
@@ -160,11 +182,12 @@ def _dkdv_group(
     _store(dv_ptr, k_begin, k_count, tile, kv_heads, kv_head, dv.to(gl.bfloat16), 64, D)
 
 
-@gluon.jit(do_not_specialize=["batch", "search", "kv_heads"])
+@gluon.jit(do_not_specialize=["batch", "search", "kv_heads", "plane"])
 def _dkdv(
-    q_desc, dout_desc, stat_desc, k_desc, v_desc, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, batch, search, kv_heads,
+    q_desc, dout_desc, stat_desc, k_desc, v_desc, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, batch, search, kv_heads, plane,
     scale, scale_log2,
-    G: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, REGS: gl.constexpr,
+    G: gl.constexpr, BOX: gl.constexpr, PACKED: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    REGS: gl.constexpr,
 ):  # fmt: skip
     kv_head = gl.program_id(0)
     sequence, tile = _find(gl.program_id(1), cu_k_ptr, batch, search, 1, 128)
@@ -177,8 +200,10 @@ def _dkdv(
         rows = q_count * G
         first = gl.maximum(tile * 128 - shift, 0) * G // BM
         steps = gl.maximum((rows + BM - 1) // BM - first, 0)
-        q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM // G, G, D], q_desc.layout)
-        dout_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM // G, G, D], dout_desc.layout)
+        q_row, q_head = _rows_at(q_begin, kv_head, plane, G, PACKED)
+        stat_row = (q_begin * G // 4 + sequence) * 4
+        q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM // BOX, BOX, D], q_desc.layout)
+        dout_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM // BOX, BOX, D], dout_desc.layout)
         lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], stat_desc.layout)
         delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], stat_desc.layout)
         k_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 1, D], k_desc.layout)
@@ -213,7 +238,8 @@ def _dkdv(
                     _dkdv_load,
                     (
                         q_desc, dout_desc, stat_desc, k_desc, v_desc, q_s, dout_s, lse_s, delta_s, k_s, v_s,
-                        kv_full, full, empty, first, steps, q_begin, k_begin + tile * 128, kv_head, G, BM, D, STAGES,
+                        kv_full, full, empty, first, steps, q_row, q_head, stat_row, k_begin + tile * 128, kv_head,
+                        BOX, BM, D, STAGES,
                     ),
                 ),
             ],
@@ -224,14 +250,14 @@ def _dkdv(
 
 @gluon.jit
 def _dq_load(
-    q_desc, dout_desc, k_desc, v_desc, q_s, dout_s, k_s, v_s, q_full, full, empty, tile, steps, q_begin, k_begin,
-    kv_head, G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, dout_desc, k_desc, v_desc, q_s, dout_s, k_s, v_s, q_full, full, empty, tile, steps, q_row, q_head, k_begin,
+    kv_head, BOX: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     mbarrier.expect(q_full, 4 * 64 * D * 2)
     for w in gl.static_range(2):
-        token = q_begin + (tile * 2 + w) * (64 // G)
-        _fetch(q_desc, [token, kv_head * G, 0], q_full, q_s.index(w))
-        _fetch(dout_desc, [token, kv_head * G, 0], q_full, dout_s.index(w))
+        row = q_row + (tile * 2 + w) * (64 // BOX)
+        _fetch(q_desc, [row, q_head, 0], q_full, q_s.index(w))
+        _fetch(dout_desc, [row, q_head, 0], q_full, dout_s.index(w))
     for i in range(steps):
         s = i % STAGES
         mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)
@@ -243,15 +269,15 @@ def _dq_load(
 
 @gluon.jit
 def _dq_group(
-    q_s, dout_s, k_s, v_s, q_full, full, empty, stat_ptr, dq_ptr, R, steps, rows, q_begin, k_count, tile, shift,
-    kv_head, heads, scale, scale_log2,
+    q_s, dout_s, k_s, v_s, q_full, full, empty, stat_ptr, dq_ptr, R, steps, rows, q_begin, stat_row, k_count, tile,
+    shift, kv_head, heads, scale, scale_log2,
     G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     score: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     grad: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, grad, 2)
     row = tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, score))
-    at = stat_ptr + (kv_head * 2).to(gl.int64) * R + q_begin * G + row
+    at = stat_ptr + (kv_head * 2).to(gl.int64) * R + stat_row + row
     lse2 = gl.load(at, mask=row < rows, other=float("inf"))
     delta = gl.load(at + R, mask=row < rows, other=0.0)
     limit = row // G + shift
@@ -291,11 +317,12 @@ def _dq_group(
     gl.store(dq_ptr + to, x, mask=(r < rows)[:, None])
 
 
-@gluon.jit(do_not_specialize=["batch", "search", "heads", "R"])
+@gluon.jit(do_not_specialize=["batch", "search", "heads", "R", "plane"])
 def _dq(
-    q_desc, dout_desc, k_desc, v_desc, stat_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, R, batch, search, heads,
+    q_desc, dout_desc, k_desc, v_desc, stat_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, R, batch, search, heads, plane,
     scale, scale_log2,
-    G: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, REGS: gl.constexpr,
+    G: gl.constexpr, BOX: gl.constexpr, PACKED: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    REGS: gl.constexpr,
 ):  # fmt: skip
     kv_head = gl.program_id(0)
     sequence, tile = _find(gl.num_programs(1) - 1 - gl.program_id(1), cu_q_ptr, batch, search, G, 128)
@@ -308,8 +335,10 @@ def _dq(
         shift = k_count - q_count
         last = gl.minimum((tile * 128 + 127) // G, q_count - 1) + shift
         steps = (last + BN) // BN
-        q_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64 // G, G, D], q_desc.layout)
-        dout_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64 // G, G, D], dout_desc.layout)
+        q_row, q_head = _rows_at(q_begin, kv_head, plane, G, PACKED)
+        stat_row = (q_begin * G // 4 + sequence) * 4
+        q_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64 // BOX, BOX, D], q_desc.layout)
+        dout_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64 // BOX, BOX, D], dout_desc.layout)
         k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, 1, D], k_desc.layout)
         v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, 1, D], v_desc.layout)
         q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -326,21 +355,21 @@ def _dq(
                     _dq_group,
                     (
                         q_s, dout_s, k_s, v_s, q_full, full, empty, stat_ptr, dq_ptr, R, steps, rows, q_begin,
-                        k_count, tile * 2, shift, kv_head, heads, scale, scale_log2, G, BN, D, STAGES, 0,
+                        stat_row, k_count, tile * 2, shift, kv_head, heads, scale, scale_log2, G, BN, D, STAGES, 0,
                     ),
                 ),
                 (
                     _dq_group,
                     (
                         q_s, dout_s, k_s, v_s, q_full, full, empty, stat_ptr, dq_ptr, R, steps, rows, q_begin,
-                        k_count, tile * 2 + 1, shift, kv_head, heads, scale, scale_log2, G, BN, D, STAGES, 1,
+                        stat_row, k_count, tile * 2 + 1, shift, kv_head, heads, scale, scale_log2, G, BN, D, STAGES, 1,
                     ),
                 ),
                 (
                     _dq_load,
                     (
                         q_desc, dout_desc, k_desc, v_desc, q_s, dout_s, k_s, v_s, q_full, full, empty, tile, steps,
-                        q_begin, k_begin, kv_head, G, BN, D, STAGES,
+                        q_row, q_head, k_begin, kv_head, BOX, BN, D, STAGES,
                     ),
                 ),
             ],
@@ -349,20 +378,18 @@ def _dq(
         )  # fmt: skip
 
 
-# Query heads of a key head: tiles hold whole groups, and TMA reads statistics from multiples of 16 bytes only.
-_GROUPS = (4, 8, 16)
 _MOST = 65535  # programs along the second axis of a grid
 
 
 def unusable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor) -> str | None:
     """Why the kernels below cannot serve these tensors, or ``None``."""
     group = q.shape[1] // k.shape[1]
-    if q.dtype is not torch.bfloat16 or q.shape[2] != 128 or group not in _GROUPS:
-        return f"{q.dtype} heads of {q.shape[2]}, {group} to a key head; bfloat16, 128 and {_GROUPS} have kernels"
+    if q.dtype is not torch.bfloat16 or q.shape[2] != 128:
+        return f"{q.dtype} heads of {q.shape[2]}; bfloat16 heads of 128 have kernels"
     if cu_q.numel() < 2 or cu_q.dtype is not torch.int32 or cu_k.dtype is not torch.int32:
         return "offsets must be int32, of at least one sequence"
     if max(q.shape[0] * group, k.shape[0]) // 128 + cu_q.numel() > _MOST:
-        return f"{q.shape[0]} queries and {k.shape[0]} keys are more tiles than one launch has"
+        return "more tiles than one launch has"
     for name, x in (("q", q), ("k", k), ("v", v)):
         aligned = x.data_ptr() % 16 == x.stride(0) % 8 == x.stride(1) % 8 == 0
         if not (aligned and x.stride(0) > 0 and x.stride(1) > 0 and x.stride(2) == 1):
@@ -392,7 +419,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``triton_backward.backward`` with the same bytes, for tensors that :func:`unusable` has nothing against.
 
-    q, k and v may be strided views; ``dout``, ``out`` and ``lse`` are copied unless contiguous. At least one query.
+    q, k and v may be strided views; ``dout``, ``out`` and ``lse`` are copied unless contiguous, and
+    q and dout always where the group does not divide 64. At least one query.
     """
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -400,26 +428,33 @@ def backward(
     dq = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     dk = torch.zeros((k.shape[0], kv_heads, dim), dtype=k.dtype, device=q.device)
     dv = torch.zeros_like(dk)
-    row_stride = -(-tokens * group // 4) * 4  # TMA: rows start at multiples of 16 bytes
-    stat = torch.empty((2 * kv_heads, row_stride), dtype=torch.float32, device=q.device)
     batch = cu_q.numel() - 1
+    row_stride = -(-tokens * group // 4) * 4 + 4 * batch  # TMA: rows start at multiples of 16 bytes
+    stat = torch.empty((2 * kv_heads, row_stride), dtype=torch.float32, device=q.device)
     search = (batch - 1).bit_length()
     scale_log2 = scale / math.log(2)
     kv_row, q_row = launch_row("attention_dkdv_sm90", dim), launch_row("attention_dq_sm90", dim)
     rows, keys = 64, q_row["BN"]
+    # Boxes have extents that are powers of two. The rows of other groups are copied to one row after the other.
+    packed = rows % group != 0
+    box, plane = (1, tokens * group) if packed else (group, 0)
     with device_guard(q):
         _prepare[(triton.cdiv(tokens * heads, 32),)](
-            dout, out, lse, stat, tokens * heads, heads, group, row_stride, dim, 32, **options(4)
+            dout, out, lse, stat, cu_q, tokens * heads, heads, group, batch, search, row_stride, dim, 32, **options(4)
         )
-        q_box, dout_box = (_descriptor(x, rows // group, group, dim) for x in (q, dout))
+        if packed:
+            q, dout = (
+                x.view(tokens, kv_heads, group, dim).transpose(0, 1).reshape(-1, 1, dim).contiguous() for x in (q, dout)
+            )
+        q_box, dout_box = (_descriptor(x, rows // box, box, dim) for x in (q, dout))
         k_box, v_box = (_descriptor(x, 64, 1, dim) for x in (k, v))
         _dkdv[(kv_heads, k.shape[0] // 128 + batch)](
             q_box, dout_box, _descriptor(stat, 1, rows), k_box, v_box, dk, dv, cu_q, cu_k, batch, search, kv_heads,
-            scale, scale_log2, group, rows, dim, kv_row["stages"], _REGISTERS, **options(4),
+            plane, scale, scale_log2, group, box, packed, rows, dim, kv_row["stages"], _REGISTERS, **options(4),
         )  # fmt: skip
         k_box, v_box = (_descriptor(x, keys, 1, dim) for x in (k, v))
         _dq[(kv_heads, tokens * group // 128 + batch)](
             q_box, dout_box, k_box, v_box, stat, dq, cu_q, cu_k, row_stride, batch, search, heads,
-            scale, scale_log2, group, keys, dim, q_row["stages"], _REGISTERS, **options(4),
+            plane, scale, scale_log2, group, box, packed, keys, dim, q_row["stages"], _REGISTERS, **options(4),
         )  # fmt: skip
     return dq, dk, dv

@@ -28,7 +28,7 @@ import triton.language as tl
 
 from rl_kernel.contract import KEY_BLOCK, attention_variant
 from rl_kernel.errors import ContractError
-from rl_kernel.ops.attention import triton_backward
+from rl_kernel.ops.attention import hopper, triton_backward
 from rl_kernel.registry import Request
 from rl_kernel.triton_utils import (
     LN2,
@@ -112,8 +112,7 @@ def _find(tile, cu_ptr, batch, G, BM: tl.constexpr, BATCH: tl.constexpr, MINIMUM
     upto = tl.cumsum(tiles, 0)
     sequence = tl.sum((upto <= tile).to(tl.int32), 0)
     before = tl.max(tl.where(index < sequence, upto, 0), 0)
-    count = tl.sum(tl.where(index == sequence, tiles, 0), 0)
-    return sequence, tile - before, count
+    return sequence, tile - before
 
 
 @triton.jit
@@ -124,11 +123,13 @@ def _prefill(
     MINIMUM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows against all its keys. PAGE > 0: cu_k_ptr holds sequence lengths and the keys are paged."""
-    sequence, tile, count = _find(tl.program_id(0), cu_q_ptr, batch, G, BM, BATCH, MINIMUM)
+    # Heads are the fastest axis, and of every sequence the latest tiles, which see the most keys, come first.
+    kv_heads = heads // G
+    kv_head = tl.program_id(0) % kv_heads
+    index = (tl.num_programs(0) - 1 - tl.program_id(0)) // kv_heads
+    sequence, tile = _find(index, cu_q_ptr, batch, G, BM, BATCH, MINIMUM)
     if sequence >= batch:
         return
-    tile = count - 1 - tile  # the longest rows first
-    kv_head = tl.program_id(1)
     q_begin = tl.load(cu_q_ptr + sequence)
     q_count = tl.load(cu_q_ptr + sequence + 1) - q_begin
     if PAGE == 0:
@@ -280,8 +281,27 @@ def varlen_forward(
 
     Returns:
         ``(out [T, Hq, D], lse [T, Hq] fp32)``. No host synchronisation.
+
+    Hopper takes :mod:`sm90_forward`, which has the same bytes, where that has a kernel for these tensors.
     """
     cu_k = cu_q if cu_k is None else cu_k
+    group, _ = _checked(q, k, scale)
+    if q.shape[0]:
+        faster = hopper.choose("forward", q, k, v, cu_q, cu_k)
+        if faster is not None:
+            return faster.forward(q, k, v, cu_q, cu_k, q.shape[2] ** -0.5 if scale is None else scale, group)
+    return portable_forward(q, k, v, cu_q, cu_k, scale)
+
+
+def portable_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`varlen_forward` by the Triton kernel of this file, for every GPU and head size."""
     group, scale_log2 = _checked(q, k, scale)
     tokens, heads, dim = q.shape
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
@@ -289,9 +309,9 @@ def varlen_forward(
     if tokens:
         row = launch_row("attention", dim)
         batch = cu_q.numel() - 1
-        grid = (triton.cdiv(tokens * group, row["BM"]) + batch, k.shape[1])
+        tiles = triton.cdiv(tokens * group, row["BM"]) + batch
         with device_guard(q):
-            _prefill[grid](
+            _prefill[(tiles * k.shape[1],)](
                 q, k, v, out, lse, cu_q, cu_k, cu_k, batch, group, scale_log2,
                 q.stride(0), q.stride(1), 0, 0, k.stride(0), k.stride(1), 0, 0, v.stride(0), v.stride(1), 0, heads,
                 row["BM"], key_block(), dim, 0, next_power_of_2(batch), 0, row["stages"],
@@ -362,8 +382,8 @@ def paged_forward(
                 small, kb, dim, 4, **options(1, 4),
             )  # fmt: skip
         if max_query_len is None or max_query_len * group > small:
-            grid = (triton.cdiv(tokens * group, prefill["BM"]) + batch, kv_heads)
-            _prefill[grid](
+            tiles = triton.cdiv(tokens * group, prefill["BM"]) + batch
+            _prefill[(tiles * kv_heads,)](
                 q, k_cache, v_cache, out, lse, cu_q, seq_lens, block_table, batch, group, scale_log2,
                 q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), 0, k_cache.stride(2),
                 v_cache.stride(0), v_cache.stride(1), 0, v_cache.stride(2), block_table.stride(0), heads,

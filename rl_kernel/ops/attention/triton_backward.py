@@ -4,44 +4,19 @@ Two kernels recompute P from the log-sum-exp: one walks the query rows for a til
 for a tile of query rows (dQ). Rows and keys are visited in ascending order of tiles that start at row 0 and key 0 of
 the sequence, so neither neighbours in the batch nor the number of heads on a rank enter the bits.
 
-On Hopper :mod:`sm90_backward` makes the same bytes faster, where it has kernels (:func:`hopper`).
+On Hopper :mod:`sm90_backward` makes the same bytes faster, where it has kernels (:mod:`hopper`).
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
-from collections import Counter
-from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 
-from rl_kernel.triton_utils import LOG2E, device_guard, is_hip, launch_row, next_power_of_2, options, tree_sum
-
-_log = logging.getLogger(__name__)
-_calls: Counter[str] = Counter()  # by the reason for the portable kernels, or the name of the others
-
-
-def summary() -> str | None:
-    """Which kernels computed the backward in this process, and why; ``None`` before the first."""
-    return "; ".join(f"{count} x {reason}" for reason, count in _calls.items()) or None
-
-
-@functools.cache
-def hopper(device: torch.device) -> ModuleType | str:
-    """:mod:`sm90_backward`, or why ``device`` or the installed Triton cannot run it."""
-    if device.type != "cuda" or is_hip() or torch.cuda.get_device_capability(device) != (9, 0):
-        return f"{device} is not a Hopper GPU"
-    try:
-        from rl_kernel.ops.attention import sm90_backward
-    except (ImportError, AttributeError) as error:  # Gluon is young: its names move between versions
-        reason = f"Triton {triton.__version__} has another Gluon ({error})"
-        _log.warning("attention backward runs its slower kernels: %s", reason)
-        return reason
-    return sm90_backward
+from rl_kernel.ops.attention import hopper
+from rl_kernel.triton_utils import LOG2E, device_guard, launch_row, next_power_of_2, options, tree_sum
 
 
 @triton.jit
@@ -172,11 +147,9 @@ def backward(
     Shapes as in ``attention.triton.varlen_forward``; ``dout`` and ``out`` [T, Hq, D], ``lse`` [T, Hq].
     """
     if q.shape[0]:
-        found = hopper(q.device)
-        reason = found if isinstance(found, str) else found.unusable(q, k, v, cu_q, cu_k)
-        _calls[reason or "TMA and warp groups (sm90_backward)"] += 1
-        if not isinstance(found, str) and reason is None:
-            return found.backward(dout, q, k, v, out, lse, cu_q, cu_k, scale, group)
+        faster = hopper.choose("backward", q, k, v, cu_q, cu_k)
+        if faster is not None:
+            return faster.backward(dout, q, k, v, out, lse, cu_q, cu_k, scale, group)
     return portable(dout, q, k, v, out, lse, cu_q, cu_k, scale, group)
 
 
