@@ -13,6 +13,7 @@ from pathlib import Path
 
 from recipes.config import RunConfig
 from recipes.errors import ConfigError
+from recipes.metrics.wandb_logger import has_credentials
 from rl_kernel.contract import VOCAB_LEAF
 
 STRICT_MODES = ("strict", "audit")
@@ -188,9 +189,13 @@ def _logger(config: RunConfig) -> list[str]:
     logger = config.logger
     if logger.wandb == "off":
         return []
-    mode = "offline" if logger.wandb == "offline" else "online"
+    online = logger.wandb == "online" or (logger.wandb == "auto" and has_credentials())
     name = logger.run_name or f"{config.model.name}-{config.algorithm.name}-{config.consistency.mode}"
-    return ["--use-wandb", "--wandb-mode", mode, "--wandb-project", logger.project, "--wandb-group", name]
+    return [
+        *("--use-wandb", "--wandb-mode", "online" if online else "offline"),
+        *("--wandb-project", logger.project, "--wandb-group", name),
+        *("--wandb-dir", config.trainer.output_dir),
+    ]
 
 
 def _consistency(config: RunConfig) -> list[str]:

@@ -9,6 +9,7 @@ W&B, or with its log turned down, leaves the same evidence.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -133,9 +134,19 @@ def _log(args: Namespace, rollout_id: int, metrics: dict[str, float | int]) -> N
 
     logger.info("consistency %d: %s", rollout_id, metrics)
     append(rollout_id, metrics)
+    if getattr(args, "use_wandb", False):
+        _define_metrics()
     logging_utils.log(
         args, {**metrics, "rollout/step": compute_rollout_step(args, rollout_id)}, step_key="rollout/step"
     )
+
+
+@functools.cache
+def _define_metrics() -> None:
+    """Plot the counts over rollouts, as vime does with its own names."""
+    import wandb
+
+    wandb.define_metric("consistency/*", step_metric="rollout/step")
 
 
 def append(rollout_id: int, metrics: dict[str, float | int]) -> None:

@@ -21,6 +21,7 @@ def run_config(
         f"consistency={mode}",
         f"model.path={model}",
         f"trainer.output_dir={output}",
+        "logger.wandb=online",
     ]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         return build_config(compose("train", overrides=overrides))

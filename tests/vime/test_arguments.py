@@ -73,6 +73,19 @@ def test_vocabulary_padding_nests_for_every_tensor_parallel_size() -> None:
         assert -(-151936 // step) * step == config.model.padded_vocab_size(virtual)
 
 
+@pytest.mark.parametrize(
+    ("wandb", "key", "mode"), [("auto", "k", "online"), ("auto", "", "offline"), ("off", "k", None)]
+)
+def test_wandb_is_online_with_a_key(wandb: str, key: str, mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("NETRC", "/no/such/file")
+    config = run_config("grpo", "h100", "strict")
+    config.logger.wandb = wandb
+    argv = arguments.build(config, PROMPTS)
+    assert ("--use-wandb" in argv) == (mode is not None)
+    assert mode is None or argv[argv.index("--wandb-mode") + 1] == mode
+
+
 def test_model_path_is_required() -> None:
     config = run_config("grpo", "h100", "strict")
     config.model.path = None
