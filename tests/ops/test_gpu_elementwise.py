@@ -31,7 +31,7 @@ def test_rms_norm_rows_do_not_notice_batch_or_launch():
             launch = {"block": source.choice([128, 1024, 4096, 8192]), "warps": source.choice([1, 2, 4, 8])}
             if h * 16 < launch["block"]:
                 launch["block"] = h * 16
-            with triton_utils.override_launch("rms_norm", launch):
+            with triton_utils.override_launch("rms_norm" if residual is None else "add_rms_norm", launch):
                 z, zout, zstd = op.forward(x[a:b], w, 1e-6, None if residual is None else residual[a:b])
             tally.equal(y[a:b], z, "slice and launch", (h, t, a, b, launch))
             assert differing(rstd[a:b], zstd) == 0
@@ -53,15 +53,17 @@ def test_rope_fused_with_norm_equals_both_after_each_other():
     tally, source = Tally("rope"), rng(2)
     cache = torch.randn(4096, 128, device="cuda")
     while tally.cases < CASES:
-        heads, t, dim = source.choice([1, 2, 8, 32]), rows(source, 2048), source.choice([64, 128])
+        heads, k_heads, dim = source.choice(
+            [(1, 1, 64), (2, 1, 128), (8, 2, 64), (14, 2, 64), (32, 1, 128), (32, 8, 128), (40, 8, 128)]
+        )
+        t = rows(source, 4096)
         seed = source.randrange(1 << 30)
-        qkv = data(t, (heads + 2) * dim, seed=seed)
+        qkv = data(t, (heads + 1 + k_heads) * dim, seed=seed)
         x = qkv[:, dim : dim + heads * dim].view(t, heads, dim)
         table = cache[:, :dim].contiguous()
         position = torch.randint(0, 4096, (t,), device="cuda")
         w, kw = data(dim, seed=seed + 1, heavy=False), data(dim, seed=seed + 2, heavy=False)
-        k_heads = source.choice([1, 2])
-        k = qkv.view(t, heads + 2, dim)[:, heads + 2 - k_heads :]
+        k = qkv.view(t, heads + 1 + k_heads, dim)[:, heads + 1 :]
         plain = op.forward(x, position, table)
         both, k_both, rstd = op.qk_norm_forward(x, k, w, kw, 1e-6, position, table)
         normed, _, q_rstd = norm.forward(x, w, 1e-6)
@@ -84,7 +86,12 @@ def test_rope_fused_with_norm_equals_both_after_each_other():
             "block": source.choice([128, 512, 8192]),
             "warps": source.choice([1, 2, 8]),
         }
-        with triton_utils.override_launch("rope", launch):
+        whole = {
+            **source.choice([{"tokens": 1, "rows": 8, "warps": 1}, {"tokens": 2, "rows": 4, "warps": 2}]),
+            "least": source.choice([1, 1 << 30]),
+            "most": 1 << 13,
+        }
+        with triton_utils.override_launch("rope", launch), triton_utils.override_launch("qk_norm_rope", whole):
             sliced = op.qk_norm_forward(x[a:], k[a:], w, kw, 1e-6, position[a:], table)
             tally.equal(both[a:], sliced[0], "slice and launch")
             tally.equal(k_both[a:], sliced[1], "slice and launch of k")

@@ -77,7 +77,7 @@ def elementwise():
     exact.backward(dy.double())
     dx, _ = norm.backward(dy, dres, out, w, rstd)
     found["rms_norm backward error"] = error(dx, s.grad + dres.double())
-    with triton_utils.override_launch("rms_norm", {"block": 512, "warps": 1}):
+    with triton_utils.override_launch("add_rms_norm", {"block": 512, "warps": 1}):
         found["rms_norm rows"] = same(norm.forward(x[2:], w, 1e-6, r[2:])[0], y[2:])
     q = randn(4, 3 * 32 + 8)[:, :96].view(4, 3, 32)
     position, cache, head = torch.tensor([3, 0, 7, 1]), torch.randn(16, 32), randn(32)
@@ -91,6 +91,14 @@ def elementwise():
     found["norm and rope fused"] = same(fused, rope.forward(normed, position, cache))
     found["norm and rope of k fused"] = same(k_fused, rope.forward(k_normed, position, cache))
     found["rstd of the fused norms"] = same(rstd[:, 3:], k_rstd)
+    whole = {"tokens": 2, "rows": 8, "warps": 1, "least": 1, "most": 4096}
+    with triton_utils.override_launch("qk_norm_rope", whole):
+        found["whole tokens"] = all(
+            same(a, b)
+            for a, b in zip(rope.qk_norm_forward(q, k, head, k_head, 1e-6, position, cache), (fused, k_fused, rstd))
+        )
+        two, k_two, _ = rope.qk_norm_forward(q[1:, 1:], k[1:], head, k_head, 1e-6, position[1:], cache)
+        found["whole tokens, two heads at a time"] = same(two, fused[1:, 1:]) and same(k_two, k_fused[1:])
     dy = randn(4, 3, 32)
     fused_grads = rope.qk_norm_backward(dy, q, head, rstd[:, :3], position, cache)
     turned = rope.backward(dy, position, cache).reshape(-1, 32)

@@ -26,12 +26,22 @@ def supports(request: Request) -> str | None:
 
 
 @triton.jit
+def _mean(total, H: tl.constexpr):
+    """``total / H``; for a power of two the product with its inverse, which has the same bits."""
+    if H & (H - 1) == 0:
+        mean = total * (1.0 / H)
+    else:
+        mean = divide(total, H * 1.0)
+    return mean
+
+
+@triton.jit
 def _forward(
     x_ptr, residual_ptr, weight_ptr, y_ptr, residual_out_ptr, rstd_ptr,
     rows, heads, x_token_stride, x_head_stride, r_token_stride, eps,
-    H: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    WHOLE: tl.constexpr = ROWS == 1 and H == P  # nothing to mask: the loads become single wide instructions
+    """``ROWS`` rows of a program; ``WHOLE``: nothing to mask, so that the loads are single wide instructions."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, P)
     if WHOLE:
@@ -49,7 +59,7 @@ def _forward(
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x_ptr.dtype.element_ty)
         tl.store(residual_out_ptr + out, x, mask=inside)
     x = x.to(tl.float32)
-    variance = divide(tree_sum(x * x, ROWS, P), H * 1.0)
+    variance = _mean(tree_sum(x * x, ROWS, P), H)
     rstd = divide(1.0, tl.sqrt_rn(variance + eps))
     weight = tl.load(weight_ptr + column, mask=column < H, other=0.0).to(tl.float32)
     y = (x * rstd[:, None]) * weight[None, :]
@@ -98,14 +108,14 @@ def forward(
     residual_out = torch.empty_like(y) if residual is not None else None
     rstd = torch.empty(shape[:-1], dtype=torch.float32, device=x.device)
     if rows:
-        launch = launch_row("rms_norm", h)
+        launch = launch_row("rms_norm" if residual is None else "add_rms_norm", h)
         p = next_power_of_2(h)
         per = _rows_a_program(h, p, launch["block"])
         with device_guard(x):
             _forward[(triton.cdiv(rows, per),)](
                 x, residual, weight, y, residual_out, rstd, rows, heads, token_stride, head_stride,
                 residual.stride(0) if residual is not None else 0, eps,
-                h, p, per, residual is not None, **options(launch["warps"]),
+                h, p, per, h == p and rows % per == 0, residual is not None, **options(launch["warps"]),
             )  # fmt: skip
     return y, residual_out, rstd
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 from rl_kernel.ops.rms_norm import triton as norm
 from rl_kernel.registry import Request
-from rl_kernel.triton_utils import device_guard, divide, gpu_only, launch_row, next_power_of_2, options, tree_sum
+from rl_kernel.triton_utils import (
+    device_guard,
+    divide,
+    gpu_only,
+    is_hip,
+    launch_row,
+    next_power_of_2,
+    options,
+    tree_sum,
+)
 
 
 def supports(request: Request) -> str | None:
@@ -17,27 +28,56 @@ def supports(request: Request) -> str | None:
 
 
 @triton.jit
+def _rounded(x, ty: tl.constexpr, PACKED: tl.constexpr):
+    """fp32 ``x`` rounded to ``ty`` and back; ``PACKED``: by the upper half of NVIDIA's packed conversion."""
+    if PACKED:
+        y = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = x.to(ty).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _normed(
+    x1, x2, w1, w2, eps,
+    HALF: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, ty: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The norm of some heads in two halves [TOKENS, ROWS, HALF] fp32, rounded to ``ty``, and rstd [TOKENS, ROWS, 1]."""
+    # The tree over the whole head: its root adds the trees of the two halves.
+    a, b = tl.reshape(x1, [TOKENS * ROWS, HALF]), tl.reshape(x2, [TOKENS * ROWS, HALF])
+    squares = tree_sum(a * a, TOKENS * ROWS, HALF) + tree_sum(b * b, TOKENS * ROWS, HALF)
+    # HALF is a power of two: the product has the bits of the quotient.
+    rstd = tl.reshape(divide(1.0, tl.sqrt_rn(squares * (1.0 / (2 * HALF)) + eps)), [TOKENS, ROWS, 1])
+    x1 = _rounded((x1 * rstd) * w1.to(tl.float32), ty, PACKED)
+    x2 = _rounded((x2 * rstd) * w2.to(tl.float32), ty, PACKED)
+    return x1, x2, rstd
+
+
+@triton.jit
+def _wide(HALF: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """Columns in the shape of the heads: tables and weights read with it need no change of layout afterwards."""
+    return tl.arange(0, HALF)[None, None, :] + tl.zeros([TOKENS, ROWS, HALF], tl.int32)
+
+
+@triton.jit
 def _heads(
     x_ptr, y_ptr, rstd_ptr, weight_ptr, cos, sin, token, head, heads, token_stride, head_stride, rstd_stride, eps,
     HALF: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, INVERSE: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Some heads [ROWS] of some tokens [TOKENS] with their angles [TOKENS, 1, HALF]; ``WHOLE``: every head exists."""
+    """Some heads [ROWS] of some tokens [TOKENS] with their angles; ``WHOLE``: every head exists."""
     column = tl.arange(0, HALF)[None, None, :]
     live = tl.full([1, ROWS, 1], True, tl.int1) if WHOLE else (head < heads)[None, :, None]
     at = (token * token_stride)[:, None, None] + (head * head_stride)[None, :, None] + column
     x1 = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptr + at + HALF, mask=live, other=0.0).to(tl.float32)
     if NORM:
-        # The tree over the whole head: its root adds the trees of the two halves.
-        a, b = tl.reshape(x1, [TOKENS * ROWS, HALF]), tl.reshape(x2, [TOKENS * ROWS, HALF])
-        squares = tree_sum(a * a, TOKENS * ROWS, HALF) + tree_sum(b * b, TOKENS * ROWS, HALF)
-        rstd = tl.reshape(divide(1.0, tl.sqrt_rn(divide(squares, 2.0 * HALF) + eps)), [TOKENS, ROWS, 1])
+        wide = _wide(HALF, TOKENS, ROWS)
+        w1, w2 = tl.load(weight_ptr + wide), tl.load(weight_ptr + HALF + wide)
+        x1, x2, rstd = _normed(x1, x2, w1, w2, eps, HALF, TOKENS, ROWS, y_ptr.dtype.element_ty, PACKED)
         tl.store(rstd_ptr + (token * rstd_stride)[:, None, None] + head[None, :, None], rstd, mask=live)
-        w1 = tl.load(weight_ptr + column).to(tl.float32)
-        w2 = tl.load(weight_ptr + HALF + column).to(tl.float32)
-        x1 = ((x1 * rstd) * w1).to(y_ptr.dtype.element_ty).to(tl.float32)
-        x2 = ((x2 * rstd) * w2).to(y_ptr.dtype.element_ty).to(tl.float32)
     if INVERSE:
         sin = -sin
     y1 = x1 * cos - x2 * sin
@@ -48,10 +88,10 @@ def _heads(
 
 
 @triton.jit
-def _angles(cache_ptr, position_ptr, token, HALF: tl.constexpr):
-    """cos and sin of some tokens, [TOKENS, 1, HALF]."""
+def _angles(cache_ptr, position_ptr, token, HALF: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """cos and sin of some tokens in the shape of their heads, [TOKENS, ROWS, HALF]."""
     row = cache_ptr + (tl.load(position_ptr + token).to(tl.int64) * (2 * HALF))[:, None, None]
-    at = row + tl.arange(0, HALF)[None, None, :]
+    at = row + _wide(HALF, TOKENS, ROWS)
     return tl.load(at), tl.load(at + HALF)
 
 
@@ -62,10 +102,10 @@ def _rope(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    cos, sin = _angles(cache_ptr, position_ptr, token, HALF)
+    cos, sin = _angles(cache_ptr, position_ptr, token, HALF, TOKENS, ROWS)
     _heads(
         x_ptr, y_ptr, x_ptr, x_ptr, cos, sin, token, head, heads, token_stride, head_stride, 0, 0.0,
-        HALF, TOKENS, ROWS, WHOLE, INVERSE, False,
+        HALF, TOKENS, ROWS, WHOLE, INVERSE, False, False,
     )  # fmt: skip
 
 
@@ -73,24 +113,65 @@ def _rope(
 def _qk_norm_rope(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, position_ptr, cache_ptr, q_out_ptr, k_out_ptr, rstd_ptr,
     q_heads, k_heads, q_blocks, q_token, q_head, k_token, k_head, eps,
-    HALF: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    HALF: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The first ``q_blocks`` programs of some tokens serve their query heads, the others their key heads."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     block = tl.program_id(1)
-    cos, sin = _angles(cache_ptr, position_ptr, token, HALF)
+    cos, sin = _angles(cache_ptr, position_ptr, token, HALF, TOKENS, ROWS)
     if block < q_blocks:
         head = block * ROWS + tl.arange(0, ROWS)
         _heads(
             q_ptr, q_out_ptr, rstd_ptr, q_weight_ptr, cos, sin, token, head, q_heads, q_token, q_head,
-            q_heads + k_heads, eps, HALF, TOKENS, ROWS, WHOLE, False, True,
+            q_heads + k_heads, eps, HALF, TOKENS, ROWS, WHOLE, False, True, PACKED,
         )  # fmt: skip
     else:
         head = (block - q_blocks) * ROWS + tl.arange(0, ROWS)
         _heads(
             k_ptr, k_out_ptr, rstd_ptr + q_heads, k_weight_ptr, cos, sin, token, head, k_heads, k_token, k_head,
-            q_heads + k_heads, eps, HALF, TOKENS, ROWS, WHOLE, False, True,
+            q_heads + k_heads, eps, HALF, TOKENS, ROWS, WHOLE, False, True, PACKED,
         )  # fmt: skip
+
+
+@triton.jit
+def _qk_norm_rope_token(
+    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, position_ptr, cache_ptr, q_out_ptr, k_out_ptr, rstd_ptr,
+    q_token, q_head, k_token, k_head, eps,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Every head of some tokens: all loads first, then ``ROWS`` heads at a time; angles and weights are read once."""
+    ty: tl.constexpr = q_out_ptr.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, HALF)[None, None, :]
+    head = tl.arange(0, ROWS)[None, :, None]
+    q_at = q_ptr + (token * q_token)[:, None, None] + head * q_head + column
+    k_at = k_ptr + (token * k_token)[:, None, None] + head * k_head + column
+    low, high = (), ()
+    for i in tl.static_range(Q_HEADS // ROWS):
+        low += (tl.load(q_at + i * ROWS * q_head),)
+        high += (tl.load(q_at + i * ROWS * q_head + HALF),)
+    for i in tl.static_range(K_HEADS // ROWS):
+        low += (tl.load(k_at + i * ROWS * k_head),)
+        high += (tl.load(k_at + i * ROWS * k_head + HALF),)
+    cos, sin = _angles(cache_ptr, position_ptr, token, HALF, TOKENS, ROWS)
+    wide = _wide(HALF, TOKENS, ROWS)
+    q1, q2 = tl.load(q_weight_ptr + wide), tl.load(q_weight_ptr + HALF + wide)
+    k1, k2 = tl.load(k_weight_ptr + wide), tl.load(k_weight_ptr + HALF + wide)
+    q_out = q_out_ptr + (token * (Q_HEADS * 2 * HALF))[:, None, None] + head * (2 * HALF) + column
+    k_out = k_out_ptr + (token * (K_HEADS * 2 * HALF))[:, None, None] + head * (2 * HALF) + column
+    rstd_at = rstd_ptr + (token * (Q_HEADS + K_HEADS))[:, None, None] + head
+    for i in tl.static_range((Q_HEADS + K_HEADS) // ROWS):
+        x1, x2 = low[i].to(tl.float32), high[i].to(tl.float32)
+        if i < Q_HEADS // ROWS:
+            x1, x2, rstd = _normed(x1, x2, q1, q2, eps, HALF, TOKENS, ROWS, ty, PACKED)
+            out = q_out + i * ROWS * 2 * HALF
+        else:
+            x1, x2, rstd = _normed(x1, x2, k1, k2, eps, HALF, TOKENS, ROWS, ty, PACKED)
+            out = k_out + (i - Q_HEADS // ROWS) * ROWS * 2 * HALF
+        tl.store(out, (x1 * cos - x2 * sin).to(ty))
+        tl.store(out + HALF, (x2 * cos + x1 * sin).to(ty))
+        tl.store(rstd_at + i * ROWS, rstd)
 
 
 def _blocks(tokens: int, heads: int, dim: int, launch: dict[str, int]) -> tuple[int, int]:
@@ -99,6 +180,22 @@ def _blocks(tokens: int, heads: int, dim: int, launch: dict[str, int]) -> tuple[
     if tokens * heads < 1024 * per:
         return 1, max(1, per // 4)
     return (1 if tokens % launch["tokens"] else launch["tokens"]), per
+
+
+def _rows_of_whole_tokens(tokens: int, q_heads: int, k_heads: int, dim: int, launch: dict[str, int]) -> int:
+    """Heads that a program with whole tokens turns at a time; 0 when heads should be spread over programs instead.
+
+    Few tokens leave the GPU idle, a block must not mix query and key heads, and all of a token waits in registers.
+    """
+    rows = math.gcd(math.gcd(q_heads, k_heads), launch["rows"])
+    if tokens < launch["least"] or (q_heads + k_heads) // rows > 10 or (q_heads + k_heads) * dim > launch["most"]:
+        return 0
+    return rows
+
+
+def _packed(x: torch.Tensor) -> bool:
+    """Whether NVIDIA's packed conversion can round to the dtype of ``x`` (and no interpreter has to run it)."""
+    return x.dtype == torch.bfloat16 and not is_hip() and not triton.knobs.runtime.interpret
 
 
 def _launch(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, inverse: bool) -> torch.Tensor:
@@ -146,14 +243,24 @@ def qk_norm_forward(
     k_out = torch.empty((tokens, k_heads, dim), dtype=q.dtype, device=q.device)
     rstd = torch.empty((tokens, q_heads + k_heads), dtype=torch.float32, device=q.device)
     if tokens:
-        launch = launch_row("rope", q_heads)
-        some, per = _blocks(tokens, min(q_heads, k_heads), dim, launch)
-        q_blocks, k_blocks = triton.cdiv(q_heads, per), triton.cdiv(k_heads, per)
+        launch = launch_row("qk_norm_rope", q_heads)
+        rows = _rows_of_whole_tokens(tokens, q_heads, k_heads, dim, launch)
         with device_guard(q):
+            if rows:
+                some = 1 if tokens % launch["tokens"] else launch["tokens"]
+                _qk_norm_rope_token[(tokens // some,)](
+                    q, k, q_weight, k_weight, positions, cache, q_out, k_out, rstd,
+                    q.stride(0), q.stride(1), k.stride(0), k.stride(1), eps,
+                    q_heads, k_heads, dim // 2, some, rows, _packed(q), **options(launch["warps"]),
+                )  # fmt: skip
+                return q_out, k_out, rstd
+            launch = launch_row("rope", q_heads)
+            some, per = _blocks(tokens, min(q_heads, k_heads), dim, launch)
+            q_blocks, k_blocks = triton.cdiv(q_heads, per), triton.cdiv(k_heads, per)
             _qk_norm_rope[(tokens // some, q_blocks + k_blocks)](
                 q, k, q_weight, k_weight, positions, cache, q_out, k_out, rstd,
                 q_heads, k_heads, q_blocks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), eps,
-                dim // 2, some, per, q_heads % per == k_heads % per == 0, **options(launch["warps"]),
+                dim // 2, some, per, q_heads % per == k_heads % per == 0, _packed(q), **options(launch["warps"]),
             )  # fmt: skip
     return q_out, k_out, rstd
 
