@@ -1,5 +1,6 @@
 // linear_logp on Hopper as two operators, one for each direction: what they allocate and launch, without Python between.
 #include "tensors.h"
+#include "token_loss.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -221,6 +222,43 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
   return rounded;
 }
 
+// Terms [6, T] of the clipped policy-gradient loss (TokenTerms) of out [5, T], and the gradients by logp and, with
+// entropy_weight, by entropy [1 or 2, T]. normalizer: one fp32 value on the GPU, else `scale` divides.
+std::tuple<Tensor, Tensor> token_loss_op(Tensor out, Tensor targets, int64_t ignore, Tensor old_logp, Tensor advantages,
+                                         Maybe mask, Maybe normalizer, double scale, double low, double high,
+                                         double entropy_weight) {
+  const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
+  STD_TORCH_CHECK(out.dim() == 2 && out.size(0) == 5, "out must be [5, T]");
+  const int64_t tokens = out.size(1);
+  STD_TORCH_CHECK(targets.numel() == tokens && old_logp.numel() == tokens && advantages.numel() == tokens &&
+                      (!mask.has_value() || mask->numel() == tokens),
+                  "targets, old_logp, advantages and mask must have one value a row");
+  STD_TORCH_CHECK(!normalizer.has_value() || normalizer->numel() == 1, "normalizer must be one value");
+  TokenLosses task;
+  task.loss.low = static_cast<float>(low);
+  task.loss.high = static_cast<float>(high);
+  task.loss.entropy_weight = static_cast<float>(entropy_weight);
+  task.loss.with_entropy = entropy_weight != 0.0;
+  task.loss.multiplies = !normalizer.has_value();
+  task.loss.by = 1.0f / static_cast<float>(scale);
+  task.tokens = tokens;
+  task.ignore = ignore;
+  task.targets = data<int64_t>(targets, "targets", ScalarType::Long);
+  task.logp = floats(out, "out");
+  task.entropy = task.logp + 2 * tokens;
+  task.old_logp = floats(old_logp, "old_logp");
+  task.advantages = floats(advantages, "advantages");
+  task.mask = floats(mask, "mask");
+  task.normalizer = floats(normalizer, "normalizer");
+  Tensor terms = new_tensor(out, aoti_torch_dtype_float32(), {6, tokens});
+  Tensor grads = new_tensor(out, aoti_torch_dtype_float32(), {task.loss.with_entropy ? 2 : 1, tokens});
+  task.terms = floats(terms, "terms");
+  task.by_logp = floats(grads, "grads");
+  task.by_entropy = task.loss.with_entropy ? task.by_logp + tokens : nullptr;
+  token_losses(task, stream_of(out));
+  return {terms, grads};
+}
+
 void scale_op(Tensor x, Tensor factor) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   STD_TORCH_CHECK(factor.numel() == 1, "factor must be one value");
@@ -238,12 +276,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
       "sm90_linear_logp_backward(Tensor weight, Tensor picked, Tensor(a!)? kept, Tensor? stats, Tensor ints,"
       " Tensor longs, Tensor(b!) reals, Tensor out, Tensor? grad_logp, Tensor? grad_lse, Tensor? grad_entropy,"
       " int start, int columns, bool tempered, bool need_hidden, bool by_row, Tensor(c!)? dw, int workspace) -> Tensor");
+  m.def(
+      "sm90_token_loss(Tensor out, Tensor targets, int ignore, Tensor old_logp, Tensor advantages, Tensor? mask,"
+      " Tensor? normalizer, float scale, float low, float high, float entropy_weight) -> (Tensor, Tensor)");
   m.def("sm90_scale_(Tensor(a!) x, Tensor factor) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rlk, CUDA, m) {
   m.impl("sm90_linear_logp", TORCH_BOX(&forward_op));
   m.impl("sm90_linear_logp_backward", TORCH_BOX(&backward_op));
+  m.impl("sm90_token_loss", TORCH_BOX(&token_loss_op));
   m.impl("sm90_scale_", TORCH_BOX(&scale_op));
 }
 

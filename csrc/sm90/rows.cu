@@ -1,6 +1,7 @@
 // Kernels over rows of the vocabulary: merge of leaves, gradients in place, statistics of materialised logits.
 #include "arith.cuh"
 #include "launch.h"
+#include "token_loss.h"
 
 #include <algorithm>
 #include <climits>
@@ -342,6 +343,23 @@ __global__ void __launch_bounds__(256) scale_kernel(__nv_bfloat16* x, const floa
   }
 }
 
+__global__ void __launch_bounds__(128) token_losses_kernel(TokenLosses task) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * 128 + threadIdx.x;
+  if (row >= task.tokens) return;
+  TokenLoss loss = task.loss;
+  if (task.normalizer != nullptr) loss.by = *task.normalizer;
+  const bool ignored = task.targets[row] == task.ignore;  // what stands beside an ignored token may be NaN
+  const float difference = ignored ? 0.0f : __fsub_rn(task.logp[row], task.old_logp[row]);
+  const float weight = ignored ? 0.0f : task.mask == nullptr ? 1.0f : task.mask[row];
+  const TokenTerms terms = token_terms(loss, difference, expf(difference), task.entropy[row],
+                                       ignored ? 0.0f : task.advantages[row], weight, ignored);
+  const float values[6] = {terms.loss, terms.weight, terms.clipped, terms.ratio, terms.kl, terms.entropy};
+#pragma unroll
+  for (int i = 0; i < 6; ++i) task.terms[i * task.tokens + row] = values[i];
+  task.by_logp[row] = terms.by_logp;
+  if (task.by_entropy != nullptr) task.by_entropy[row] = terms.by_entropy;
+}
+
 unsigned blocks(int64_t count, int64_t each) { return static_cast<unsigned>((count + each - 1) / each); }
 
 }  // namespace
@@ -407,6 +425,12 @@ void scale(void* x, const float* factor, int64_t count, cudaStream_t stream) {
   if (count == 0) return;
   scale_kernel<<<std::min(blocks(count, 2048), 1056u), 256, 0, stream>>>(static_cast<__nv_bfloat16*>(x), factor, count);
   check_launch("scale of gradients");
+}
+
+void token_losses(TokenLosses task, cudaStream_t stream) {
+  if (task.tokens == 0) return;
+  token_losses_kernel<<<blocks(task.tokens, 128), 128, 0, stream>>>(task);
+  check_launch("losses of tokens");
 }
 
 void elementwise(const float* x, float* y, int64_t count, bool logarithm, cudaStream_t stream) {

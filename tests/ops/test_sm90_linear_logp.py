@@ -146,6 +146,30 @@ def test_fused_loss_equals_linear_logp_and_autograd(shape, chunk, monkeypatch):
     assert_same(*results)
 
 
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.01])
+@pytest.mark.parametrize("normalizer", ["none", "number", "tensor"])
+def test_token_loss_in_one_kernel_equals_torch(normalizer, entropy_weight, monkeypatch):
+    h, w, t = operands(*SHAPES[0])
+    t[5:9] = -100
+    g = torch.Generator(device="cuda").manual_seed(2)
+    old, advantages, mask = (torch.randn(len(t), device="cuda", generator=g) for _ in range(3))
+    old[6] = advantages[7] = float("nan")
+    by = {"none": None, "number": 37.7, "tensor": torch.tensor(37.7, device="cuda")}[normalizer]
+    results = []
+    for way in ("1", "0"):
+        monkeypatch.setenv("RLK_SM90_TOKEN_LOSS", way)
+        hidden, weight = h.clone().requires_grad_(), w.clone().requires_grad_()
+        loss, values, metrics = linear_policy_loss(
+            hidden, weight, t, old - 3, advantages, mask=mask.abs(), normalizer=by, entropy_weight=entropy_weight,
+            global_vocab_size=SHAPES[0][3], backend="sm90",
+        )  # fmt: skip
+        loss.backward()
+        results.append(([loss, values, hidden.grad, weight.grad], metrics))
+    assert_same(results[0][0], results[1][0])
+    for name, metric in results[1][1].items():  # sums in another order
+        torch.testing.assert_close(results[0][1][name], metric, rtol=1e-5, atol=1e-4)
+
+
 def test_one_chain_of_tokens_in_chunks():
     h, w, t = operands(513, 1024, 2048, 2048)
     d = torch.randn(513, 2048, device="cuda").bfloat16()

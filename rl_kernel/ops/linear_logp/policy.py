@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 
@@ -61,14 +63,19 @@ def linear_policy_loss(
     for name, value in (("old_logp", old_logp), ("advantages", advantages), ("mask", mask)):
         if value is not None and value.shape != (tokens,):
             raise ContractError(f"linear_policy_loss: {name} {tuple(value.shape)} must be ({tokens},)")
-    weights = torch.ones_like(advantages, dtype=torch.float32) if mask is None else mask.to(torch.float32)
-    ignored = target_ids == ignore_index
-    weights = weights.masked_fill(ignored, 0.0)
-    scale = weights.sum() if normalizer is None else normalizer
+
+    @functools.cache
+    def shared() -> tuple[torch.Tensor, torch.Tensor, float | torch.Tensor]:
+        """Weights [T], which tokens are ignored [T], and what divides the sum."""
+        weights = torch.ones_like(advantages, dtype=torch.float32) if mask is None else mask.to(torch.float32)
+        ignored = target_ids == ignore_index
+        weights = weights.masked_fill(ignored, 0.0)
+        return weights, ignored, weights.sum() if normalizer is None else normalizer
 
     def loss(
         rows: slice | torch.Tensor, logp: torch.Tensor, entropy: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        weights, ignored, scale = shared()
         w, out = weights[rows], ignored[rows]  # what stands in ignored rows may be NaN
         a = advantages[rows].masked_fill(out, 0.0)
         difference = (logp - old_logp[rows]).masked_fill(out, 0.0)
@@ -105,7 +112,11 @@ def linear_policy_loss(
                 layout.ranks if grad_segments is None else grad_segments,
                 tp_group if tp_group is not None and tp_group.size() > 1 else None,
             )
-            return sm90_schedules.fused_loss(*operands, call, loss)
+            weights = None if mask is None else mask.to(torch.float32)
+            clip = (1.0 - clip_low, 1.0 + clip_high)
+            scale = normalizer if normalizer is not None else shared()[2]
+            once = sm90_schedules.ClippedLoss.of(old_logp, advantages, weights, scale, clip, entropy_weight)
+            return sm90_schedules.fused_loss(*operands, call, loss, once)
     out = linear_logp(
         *operands,
         target_ids,

@@ -5,6 +5,7 @@ All of them call the kernels of :mod:`rl_kernel.ops.linear_logp.sm90`; none chan
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -235,6 +236,54 @@ def run(
 TokenLoss = Callable[[slice | torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
+@dataclass(frozen=True)
+class ClippedLoss:
+    """The loss of :func:`~rl_kernel.ops.linear_logp.policy.linear_policy_loss` and its gradients in one kernel.
+
+    The same operations as the torch code there, in the same order: neither the loss nor a gradient differs in a bit.
+    """
+
+    old_logp: torch.Tensor  # [T] fp32
+    advantages: torch.Tensor  # [T] fp32
+    mask: torch.Tensor | None  # [T] fp32
+    normalizer: torch.Tensor | None  # fp32 scalar on the GPU; None: scale
+    scale: float
+    clip: tuple[float, float]
+    entropy_weight: float
+
+    @staticmethod
+    def of(
+        old_logp: torch.Tensor,
+        advantages: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float | torch.Tensor,
+        clip: tuple[float, float],
+        entropy_weight: float,
+    ) -> ClippedLoss | None:
+        """``None`` where torch has to do it: other dtypes or devices, or inputs that want gradients."""
+        tensors = [x for x in (old_logp, advantages, mask, scale) if isinstance(x, torch.Tensor)]
+        served = all(x.dtype == torch.float32 and x.is_cuda and not x.requires_grad for x in tensors)
+        if not served or os.environ.get("RLK_SM90_TOKEN_LOSS") == "0":
+            return None
+        if isinstance(scale, torch.Tensor):
+            if scale.dim():
+                return None
+            return ClippedLoss(old_logp, advantages, mask, scale, 1.0, clip, entropy_weight)
+        return ClippedLoss(old_logp, advantages, mask, None, float(scale), clip, entropy_weight)
+
+    def __call__(
+        self, out: torch.Tensor, call: Call, result: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What :func:`_loss_gradients` returns for all rows of ``out`` [5, T]."""
+        mask = None if self.mask is None else self.mask.contiguous()
+        terms, grads = torch.ops.rlk.sm90_token_loss.default(
+            out, call.targets.contiguous(), call.ignore_index, self.old_logp.contiguous(), self.advantages.contiguous(),
+            mask, self.normalizer, self.scale, *self.clip, self.entropy_weight,
+        )  # fmt: skip
+        result.update(zip(("tokens", "clipped", "ratio", "k1_kl", "entropy"), terms[1:].sum(1).unbind(), strict=True))
+        return -terms[0].sum(), grads[0], grads[1] if self.entropy_weight else None
+
+
 def _chunk_rows(call: Call, tokens: int, width: int) -> int:
     """Tokens of one chunk. Chunks need an fp32 copy of the weight's gradient, so one chunk may use its memory, too."""
     leaves = 12 * call.layout.max_leaves()
@@ -259,7 +308,15 @@ def _loss_gradients(
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, call: Call, loss: TokenLoss, result: dict) -> Any:
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        call: Call,
+        loss: TokenLoss,
+        once: ClippedLoss | None,
+        result: dict[str, torch.Tensor],
+    ) -> Any:
         (tokens, width), device, columns = hidden.shape, hidden.device, call.columns
         out = torch.empty((5, tokens), dtype=torch.float32, device=device)
         value = torch.zeros((), dtype=torch.float32, device=device)
@@ -271,7 +328,7 @@ class _FusedLoss(torch.autograd.Function):
         step = _chunk_rows(call, tokens, width)
         if step >= tokens:
             out, slots, stats, whole = call.forward_all(hidden, weight, True)
-            grads = _loss_gradients(out, slice(None), loss, result)
+            grads = once(out, call, result) if once is not None else _loss_gradients(out, slice(None), loss, result)
             dh = call.gradients(weight, slots, whole, stats, out, (grads[1], None, grads[2]), True, dw)
             ctx.gradients = dh, dw
             result["logp"] = out[0]
@@ -314,7 +371,7 @@ class _FusedLoss(torch.autograd.Function):
         factor = grad.to(torch.float32)
         for x in gradients:
             torch.ops.rlk.sm90_scale_.default(x, factor)
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 def fused_loss(
@@ -322,6 +379,7 @@ def fused_loss(
     weight: torch.Tensor,
     call: Call,
     loss: TokenLoss,
+    once: ClippedLoss | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of a batch whose token losses are known inside: (loss, logp [T], metrics), gradients made in the forward.
 
@@ -329,10 +387,11 @@ def fused_loss(
     :data:`sm90.WORKSPACE_BYTES` and an fp32 copy of the weight's gradient; otherwise chunks of tokens within the
     workspace, and that copy: the chain over tokens continues from it, so that chunks change no bit. The result equals
     :func:`run` followed by ``loss`` and backward where ``loss`` treats rows alone; the gradient is scaled by the
-    upstream scalar in bf16 (exact for 1 and powers of two).
+    upstream scalar in bf16 (exact for 1 and powers of two). ``once`` is ``loss`` in one kernel, used where all tokens
+    are one chunk.
     """
     if not hidden.requires_grad or not weight.requires_grad:
         raise ContractError("fused_loss: hidden_states and lm_head_weight must both require gradients")
     metrics: dict[str, torch.Tensor] = {}
-    value = _FusedLoss.apply(hidden, weight, call, loss, metrics)
+    value = _FusedLoss.apply(hidden, weight, call, loss, once, metrics)
     return value, metrics.pop("logp"), metrics

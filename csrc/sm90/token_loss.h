@@ -1,0 +1,92 @@
+// Arithmetic of one token of the clipped policy-gradient loss and its gradient: the steps of the torch code in
+// rl_kernel/ops/linear_logp/policy.py and of its autograd, one rounding each, in their order. Plain C++, so that it can be
+// compared with torch on any machine (compile without contraction).
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define RLK_BOTH __host__ __device__ __forceinline__
+#else
+#define RLK_BOTH inline
+#endif
+
+struct CUstream_st;  // what cudaStream_t points to
+
+namespace rlk::sm90 {
+
+struct TokenLoss {
+  float low = 0.0f, high = 0.0f;  // the ratio is clipped to this
+  float entropy_weight = 0.0f;
+  bool with_entropy = false;
+  bool multiplies = false;        // x * by instead of x / by: torch divides by a number of the host in this way
+  float by = 1.0f;
+};
+
+struct TokenTerms {
+  float loss, weight, clipped, ratio, kl, entropy;  // what is summed; the sum of `loss` is to be negated
+  float by_logp, by_entropy;                        // gradients of the loss
+};
+
+RLK_BOTH float product(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+RLK_BOTH float sum(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+
+RLK_BOTH float normalized(float x, const TokenLoss& loss) {
+  if (loss.multiplies) return product(x, loss.by);
+#ifdef __CUDA_ARCH__
+  return __fdiv_rn(x, loss.by);
+#else
+  return x / loss.by;
+#endif
+}
+
+// difference = logp - old and ratio = exp(difference); of an ignored token 0 and 1, with weight and advantage 0.
+RLK_BOTH TokenTerms token_terms(const TokenLoss& loss, float difference, float ratio, float entropy, float advantage,
+                                float weight, bool ignored) {
+  const float limited = ratio != ratio ? ratio : fminf(fmaxf(ratio, loss.low), loss.high);
+  const float plain = product(ratio, advantage), clipped = product(limited, advantage);
+  float objective = plain != plain ? plain : clipped != clipped ? clipped : fminf(plain, clipped);
+  if (loss.with_entropy) objective = sum(objective, product(entropy, loss.entropy_weight));
+  TokenTerms t;
+  t.loss = normalized(product(weight, objective), loss);
+  t.weight = weight;
+  t.clipped = product(weight, clipped < plain ? 1.0f : 0.0f);
+  t.ratio = product(weight, ratio);
+  t.kl = -product(weight, difference);
+  t.entropy = product(weight, entropy);
+  const float upstream = product(normalized(-1.0f, loss), weight);
+  t.by_entropy = product(upstream, loss.entropy_weight);
+  const float shared = plain == clipped ? product(upstream, 0.5f) : upstream;
+  const float by_plain = product(plain > clipped ? 0.0f : shared, advantage);
+  const float by_clipped = product(plain < clipped ? 0.0f : shared, advantage);
+  const float by_ratio = sum(by_plain, ratio >= loss.low && ratio <= loss.high ? by_clipped : 0.0f);
+  t.by_logp = ignored ? 0.0f : product(by_ratio, ratio);
+  return t;
+}
+
+struct TokenLosses {
+  TokenLoss loss;
+  int64_t tokens = 0, ignore = 0;
+  const int64_t* targets = nullptr;
+  const float *logp = nullptr, *entropy = nullptr, *old_logp = nullptr, *advantages = nullptr;
+  const float* mask = nullptr;        // null: 1
+  const float* normalizer = nullptr;  // one value on the GPU; null: loss.by
+  float* terms = nullptr;             // [6, T], the fields of TokenTerms that are summed
+  float *by_logp = nullptr, *by_entropy = nullptr;  // [T]
+};
+void token_losses(TokenLosses task, CUstream_st* stream);
+
+}  // namespace rlk::sm90
