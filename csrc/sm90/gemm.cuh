@@ -39,6 +39,8 @@ struct Consumer {
   __device__ __forceinline__ uint64_t b(const Ring& at, int half) const {
     return descriptor(base + at.stage * kBytesStage + kBytesA + half * (kBytesB / 2), 8192, 1024);
   }
+  // Only after products of these stages: they alone keep the four warps together. Otherwise a late warp could still wait
+  // for a stage when it is given back and filled again, and would miss its phase.
   __device__ __forceinline__ void release(int stages) {
     const bool signals = thread < kCluster * 32 && thread % 32 == 0;  // one thread for each block of the cluster
     for (; stages > 0; --stages) {
