@@ -35,7 +35,7 @@ class ShapeClass:
     out: str
 
 
-_verdicts: dict[ShapeClass, str | None] = {}
+_verdicts: dict[ShapeClass | str, str | None] = {}
 _own_class: set[int] = set()  # sizes of M that are a class of their own: see probe
 _probed: set[tuple[object, ...]] = set()
 _unprobed_in_capture: set[ShapeClass] = set()
@@ -159,6 +159,11 @@ def trusted(
             stacklevel=2,
         )
     return differing == 0
+
+
+def replace(reasons: dict[str, str]) -> None:
+    """List kernels of ours that failed their own probe among what :func:`report` says is replaced."""
+    _verdicts.update(reasons)
 
 
 def report() -> dict[str, object]:

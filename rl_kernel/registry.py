@@ -59,12 +59,12 @@ def _opt_in(all_of_them: frozenset[str]) -> set[str]:
     chosen = {name.strip() for name in os.environ.get("RLK_BACKENDS", "").split(",")} - {""}
     if chosen - all_of_them:
         unknown = ", ".join(sorted(chosen - all_of_them))
-        raise ContractError(f"RLK_BACKENDS names {unknown}; known: {', '.join(sorted(all_of_them))}")
+        raise ContractError(f"RLK_BACKENDS names {unknown}; known: {', '.join(sorted(all_of_them)) or 'none'}")
     return set(all_of_them - chosen)
 
 
-# Backends that "auto" leaves out, which backend="..." still selects; RLK_BACKENDS=linear.sm90 lets it choose that one.
-OPT_IN = _opt_in(frozenset({"linear.sm90"}))
+# Backends that "auto" leaves out, as "op.backend"; backend="..." still selects them, and RLK_BACKENDS lets "auto" too.
+OPT_IN = _opt_in(frozenset())
 ALL_BACKENDS = ("sm90", "library", "triton", "native", "reference", "torch")
 
 

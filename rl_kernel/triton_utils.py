@@ -124,6 +124,11 @@ def override_launch(op: str, row: dict[str, int]):
             _override[op] = previous
 
 
+def has_launch_rows(op: str) -> bool:
+    """Whether the family's table, or an override, has rows for ``op``."""
+    return op in _override or op in launch_table("gfx942" if is_hip() else "sm90")
+
+
 def launch_row(op: str, size: int) -> dict[str, int]:
     """The row of the family's table that serves ``size``."""
     rows = _override.get(op) or launch_table("gfx942" if is_hip() else "sm90")[op]

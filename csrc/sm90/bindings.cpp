@@ -178,30 +178,48 @@ void logits_op(Tensor logits, Maybe targets, Maybe temperatures, int64_t columns
   logits_statistics(rows, matrix(logits, "logits", ScalarType::Float), stream_of(logits));
 }
 
-void few_rows_op(Tensor x, Tensor w, int64_t segments, Tensor out) {
+void few_rows_op(Tensor x, Tensor w, int64_t segments, int64_t rows, int64_t per_processor, bool dependent, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const bool wide = out.scalar_type() == ScalarType::Float;
   void* to = wide ? static_cast<void*>(floats(out, "out")) : data<void>(out, "out", ScalarType::BFloat16);
-  STD_TORCH_CHECK(x.size(0) <= 64 && x.size(1) == w.size(1) && out.size(0) == x.size(0) && out.size(1) == w.size(0),
-                  "few_rows: x [M, K] with M up to 64, w [N, K], out [M, N]");
-  STD_TORCH_CHECK(segments == 1 || ((segments == 2 || segments == 4 || segments == 8) && x.size(1) % (segments * 128) == 0),
-                  "few_rows: a segment must be a multiple of 128");
-  few_rows(matrix(x, "x"), matrix(w, "w"), static_cast<int>(segments), to, wide, stream_of(x));
+  STD_TORCH_CHECK(x.size(0) <= 64 && x.size(1) == w.size(1) && out.size(0) == x.size(0) && out.size(1) == w.size(0) &&
+                      w.size(0) % 8 == 0,
+                  "few_rows: x [M, K] with M up to 64, w [N, K], out [M, N], N a multiple of 8");
+  STD_TORCH_CHECK((segments == 1 || segments == 2 || segments == 4 || segments == 8) && x.size(1) > 0 &&
+                      x.size(1) % (segments * 256) == 0,
+                  "few_rows: 1, 2, 4 or 8 segments, each a multiple of 256");
+  STD_TORCH_CHECK((rows == 32 || (rows == 64 && segments == 1)) && (per_processor == 1 || per_processor == 2),
+                  "few_rows: 32 rows of w a tile (64 for one segment too), 1 or 2 blocks a processor");
+  few_rows(matrix(x, "x"), matrix(w, "w"), static_cast<int>(segments), to, wide,
+           {static_cast<int>(rows), static_cast<int>(per_processor), dependent}, stream_of(x));
 }
 
-void segments_op(Tensor a, Tensor b, bool transposed, int64_t segments_count, int64_t parts, Tensor out) {
-  const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
-  const bool wide = out.scalar_type() == ScalarType::Float;
-  void* to = wide ? static_cast<void*>(floats(out, "out")) : data<void>(out, "out", ScalarType::BFloat16);
+void segments_check(const Tensor& a, const Tensor& b, bool transposed, int64_t segments, int64_t parts, const Tensor& out) {
   const int64_t depth = b.size(transposed ? 0 : 1), columns = b.size(transposed ? 1 : 0);
   STD_TORCH_CHECK(a.size(1) == depth && out.dim() == 2 && out.size(0) == a.size(0) && out.size(1) == columns &&
                       columns % 8 == 0,
                   "segments: a [M, K], b [N, K] or transposed [K, N], out [M, N], N a multiple of 8");
-  STD_TORCH_CHECK((segments_count == 2 || segments_count == 4 || segments_count == 8) && parts >= 1 && depth > 0 &&
-                      depth % (segments_count * parts * 64) == 0,
+  STD_TORCH_CHECK((segments == 2 || segments == 4 || segments == 8) && parts >= 1 && depth > 0 &&
+                      depth % (segments * parts * 64) == 0,
                   "segments: 2, 4 or 8 segments, whose slice of each part is a multiple of 64");
-  segments(matrix(a, "a"), matrix(b, "b"), transposed, static_cast<int>(segments_count), static_cast<int>(parts), to,
-           wide, stream_of(a));
+}
+
+void segments_op(Tensor a, Tensor b, bool transposed, int64_t count, int64_t parts, Tensor out) {
+  const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
+  const bool wide = out.scalar_type() == ScalarType::Float;
+  void* to = wide ? static_cast<void*>(floats(out, "out")) : data<void>(out, "out", ScalarType::BFloat16);
+  segments_check(a, b, transposed, count, parts, out);
+  segments(matrix(a, "a"), matrix(b, "b"), transposed, static_cast<int>(count), static_cast<int>(parts), to, wide,
+           stream_of(a));
+}
+
+void segments_wide_op(Tensor a, Tensor b, bool transposed, int64_t count, int64_t parts, Tensor scratch, Tensor out) {
+  const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
+  const bool wide = out.scalar_type() == ScalarType::Float;
+  void* to = wide ? static_cast<void*>(floats(out, "out")) : data<void>(out, "out", ScalarType::BFloat16);
+  segments_check(a, b, transposed, count, parts, out);
+  segments_wide(matrix(a, "a"), matrix(b, "b"), transposed, static_cast<int>(count), static_cast<int>(parts),
+                floats(scratch, "scratch"), scratch.numel(), to, wide, stream_of(a));
 }
 
 void exp_op(Tensor x, Tensor y) {
@@ -248,8 +266,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
   m.def(
       "sm90_logits_statistics(Tensor logits, Tensor? targets, Tensor? temperatures, int columns, Tensor(a!) stats,"
       " Tensor(b!)? target_logit) -> ()");
-  m.def("sm90_few_rows(Tensor x, Tensor w, int segments, Tensor(a!) out) -> ()");
+  m.def(
+      "sm90_few_rows(Tensor x, Tensor w, int segments, int rows, int per_processor, bool dependent, Tensor(a!) out)"
+      " -> ()");
   m.def("sm90_segments(Tensor a, Tensor b, bool transposed, int segments, int parts, Tensor(a!) out) -> ()");
+  m.def(
+      "sm90_segments_wide(Tensor a, Tensor b, bool transposed, int segments, int parts, Tensor(a!) scratch,"
+      " Tensor(b!) out) -> ()");
   m.def("sm90_exp(Tensor x, Tensor(a!) y) -> ()");
   m.def("sm90_log(Tensor x, Tensor(a!) y) -> ()");
 }
@@ -268,6 +291,7 @@ STABLE_TORCH_LIBRARY_IMPL(rlk, CUDA, m) {
   m.impl("sm90_finish", TORCH_BOX(&finish_op));
   m.impl("sm90_few_rows", TORCH_BOX(&few_rows_op));
   m.impl("sm90_segments", TORCH_BOX(&segments_op));
+  m.impl("sm90_segments_wide", TORCH_BOX(&segments_wide_op));
   m.impl("sm90_exp", TORCH_BOX(&exp_op));
   m.impl("sm90_log", TORCH_BOX(&log_op));
 }

@@ -91,11 +91,20 @@ void finish(float* nodes, int slots, const int* merges, int count, int root, con
 void gradient_in_place(Rows rows, Matrix kept, cudaStream_t stream);
 // Statistics of the leaves of fp32 logits.
 void logits_statistics(Rows rows, Matrix logits, cudaStream_t stream);
-// out[M, N] = x[M, K] w[N, K]^T for M up to 64; K in segments of a multiple of 128, merged in a tree.
-void few_rows(Matrix x, Matrix w, int segments, void* out, bool wide, cudaStream_t stream);
+// How few_rows runs: rows of w a tile (32 or 64), blocks a processor (1 or 2), and whether it may start while the kernel in
+// front still runs (it then only prefetches w until that one has finished).
+struct FewRowsLaunch {
+  int rows = 32, per_processor = 1;
+  bool dependent = false;
+};
+// out[M, N] = x[M, K] w[N, K]^T for M up to 64; K in segments of a multiple of 256, merged in a tree (32 rows a tile).
+void few_rows(Matrix x, Matrix w, int segments, void* out, bool wide, FewRowsLaunch how, cudaStream_t stream);
 // out[M, N] = a[M, K] b[N, K]^T, or a[M, K] b[K, N] when transposed. K has `parts` equal parts; segment s is slice s of
 // each part, one chain; 2, 4 or 8 segments merge in a tree. A slice is a multiple of 64, N one of 8.
 void segments(Matrix a, Matrix b, bool transposed, int count, int parts, void* out, bool wide, cudaStream_t stream);
+// The same by tiles of 128 x 256; scratch: 128 x 256 values for each processor and 4 segments.
+void segments_wide(Matrix a, Matrix b, bool transposed, int count, int parts, float* scratch, int64_t scratch_size, void* out,
+                   bool wide, cudaStream_t stream);
 // x *= *factor in bf16 arithmetic, not touched where the factor is 1.
 void scale(void* x, const float* factor, int64_t count, cudaStream_t stream);
 void elementwise(const float* x, float* y, int64_t count, bool logarithm, cudaStream_t stream);

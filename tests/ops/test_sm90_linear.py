@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -20,8 +22,20 @@ MISSING = sm90.supports(registry.Request("linear", "sm90", BF16))
 if MISSING:
     pytest.skip(MISSING, allow_module_level=True)
 ROWS = (1, 7, 16, 33, 64, 65, 128, 200, 256, 300, 796, 1024, 1820, 6827)
-EVERYTHING = {"single": 1, "segments": 1, "dgrad": 1}
 CHAIN = {"BM": 64, "BN": 64, "BK": 64, "warps": 4, "stages": 3, "swap": 0, "group": 8, "split": 0}
+
+
+@contextlib.contextmanager
+def launches(w=None, kernel="wide", rows=32, per_processor=1, dependent=0):
+    """All products that these kernels can compute go to them; ``w`` [N, K]: those of one segment with it too."""
+    few = {"rows": rows, "per_processor": per_processor, "dependent": dependent}
+    segments = {"narrow": (kernel == "narrow") << 60, "wide": 1 << 60}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(override_launch("linear_sm90_few", {**few, "rows": 32}))
+        stack.enter_context(override_launch("linear_sm90_segments", segments))
+        if w is not None:
+            stack.enter_context(override_launch("linear_sm90_few {}x{}".format(*w.shape), few))
+        yield
 
 
 def heavy(*shape, seed=0):
@@ -54,11 +68,12 @@ def test_products(n, k, segments):
     for m in ROWS:
         x = heavy(m, k, seed=m)
         expected = chains(x, w.t(), segments)
-        with override_launch("linear_sm90", EVERYTHING):
-            for _ in range(2):
+        for kernel, rows, per_processor, dependent in (("wide", 32, 1, 0), ("narrow", 64, 1, 1), ("wide", 32, 2, 1)):
+            with launches(w, kernel, rows, per_processor, dependent):
                 found = sm90.matmul(x, w, segments=segments, out_dtype=F32)
-                assert differing(found, expected) == 0, m
-                assert differing(sm90.matmul(x, w, segments=segments), expected.bfloat16()) == 0, m
+                assert differing(found, expected) == 0, (m, kernel, rows)
+                assert differing(sm90.matmul(x, w, segments=segments), expected.bfloat16()) == 0, (m, kernel, rows)
+        assert differing(sm90.matmul(x, w, segments=segments, out_dtype=F32), expected) == 0, (m, "table")
         other += differing(found, chains(x, w.t(), 2 if segments == 1 else segments // 2))
     assert other > 0
 
@@ -66,9 +81,10 @@ def test_products(n, k, segments):
 @pytest.mark.parametrize("segments", [2, 4, 8])
 def test_triton_agrees(segments):
     x, w = heavy(796, 4096, seed=2), heavy(1024, 4096, seed=1)
-    with override_launch("linear_sm90", EVERYTHING):
-        found = sm90.matmul(x, w, segments=segments)
-    assert differing(found, triton.matmul(x, w, segments=segments)) == 0
+    for kernel in ("narrow", "wide"):
+        with launches(w, kernel):
+            found = sm90.matmul(x, w, segments=segments)
+        assert differing(found, triton.matmul(x, w, segments=segments)) == 0
 
 
 @pytest.mark.parametrize("segments", [2, 4, 8])
@@ -79,20 +95,24 @@ def test_gradient_of_x(n, k, segments, parts):
     for m in (1, 65, 300, 1024, 1820):
         dy = heavy(m, n, seed=m)
         expected = chains(dy, w, segments, parts)
-        with override_launch("linear_sm90", EVERYTHING):
-            found = sm90.dgrad(dy, w, segments=segments, parts=parts, out_dtype=F32)
-            rounded = sm90.dgrad(dy, w, segments=segments, parts=parts)
-        assert differing(found, expected) == 0, m
-        assert differing(rounded, expected.bfloat16()) == 0, m
+        for kernel in ("narrow", "wide"):
+            with launches(w, kernel):
+                found = sm90.dgrad(dy, w, segments=segments, parts=parts, out_dtype=F32)
+                rounded = sm90.dgrad(dy, w, segments=segments, parts=parts)
+            assert differing(found, expected) == 0, (m, kernel)
+            assert differing(rounded, expected.bfloat16()) == 0, (m, kernel)
+        assert differing(sm90.dgrad(dy, w, segments=segments, parts=parts, out_dtype=F32), expected) == 0, (m, "table")
 
 
 def test_strided_rows():
     wide, w = heavy(500, 4096, seed=3), heavy(512, 4096, seed=4)
     x, part = wide[:, 1024:3072], w[:, 2048:]
     for segments in (2, 8):
-        with override_launch("linear_sm90", EVERYTHING):
-            found = sm90.matmul(x, part, segments=segments)
-        assert differing(found, chains(x, part.t(), segments).bfloat16()) == 0
+        right = chains(x, part.t(), segments).bfloat16()
+        for m in (33, 500):
+            for kernel in ("narrow", "wide"):
+                with launches(part, kernel):
+                    assert differing(sm90.matmul(x[:m], part, segments=segments), right[:m]) == 0
 
 
 def test_sizes_that_other_kernels_serve(monkeypatch):
@@ -105,7 +125,7 @@ def test_sizes_that_other_kernels_serve(monkeypatch):
     cases = [(x, w), (x[:, :416], w[:512, :416]), (x[:, 1:257].contiguous().view(300, 256), heavy(257, 256)),
              (x[:, 1:257], heavy(256, 256))]  # fmt: skip
     for count, (a, b) in enumerate(cases, 1):
-        with override_launch("linear_sm90", EVERYTHING):
+        with launches(b):
             found = sm90.matmul(a, b, segments=2)
         assert differing(found, chains(a, b.t(), 2).bfloat16()) == 0
         assert len(met) == count
@@ -114,7 +134,7 @@ def test_sizes_that_other_kernels_serve(monkeypatch):
 def test_one_graph_for_all():
     w = heavy(1024, 2048, seed=1)
     inputs = [heavy(m, 2048, seed=m) for m in (8, 64, 300, 1024)]
-    with override_launch("linear_sm90", EVERYTHING):
+    with launches(w, dependent=1):
         expected = [sm90.matmul(x, w, segments=4) for x in inputs]
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -127,9 +147,63 @@ def test_one_graph_for_all():
             assert [differing(y, z) for y, z in zip(found, expected, strict=True)] == [0] * len(inputs)
 
 
-def test_chosen_when_asked_for():
+@pytest.mark.parametrize("graphed", [False, True])
+def test_kernels_that_start_early_see_what_is_in_front_of_them(graphed):
+    """Outputs feed the next product, and weights and inputs are written right before they are read."""
+    n, steps = 4096, 12
+    fresh = [heavy(n, n, seed=i) * 2**-7 for i in range(3)]
+    x, w, buffer = heavy(8, n, seed=9), torch.empty_like(fresh[0]), heavy(8, n, seed=8)
+
+    def work():
+        results, y = [], x
+        for i in range(steps):
+            w.copy_(fresh[i % 3])
+            buffer.copy_(y)
+            buffer.copy_(sm90.matmul(buffer, w))
+            y = sm90.matmul(buffer, w)
+            results.append(y)
+        return results
+
+    with launches(w, per_processor=2):
+        expected = [y.clone() for y in work()]
+    torch.cuda.synchronize()
+    with launches(w, per_processor=2, dependent=1):
+        work()
+        torch.cuda.synchronize()
+        if graphed:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = work()
+        for _ in range(20):
+            if graphed:
+                for y in found:
+                    y.zero_()
+                graph.replay()
+            else:
+                found = work()
+            assert [differing(y, z) for y, z in zip(found, expected, strict=True)] == [0] * steps
+    assert differing(expected[0], expected[1]) > 0
+
+
+def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
+    from rl_kernel import cublaslt
+
+    x, w = heavy(300, 2048, seed=1), heavy(512, 2048, seed=2)
+    right = chains(x, w.t(), 4).bfloat16()
+    wrong = lambda a, b, out, *rest: out.zero_()  # noqa: E731
+    monkeypatch.setitem(sm90._SEGMENTED, "wide", wrong)
+    monkeypatch.setattr(cublaslt, "_verdicts", dict(cublaslt._verdicts))
+    sm90._probe.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="not used"), launches():
+            assert differing(sm90.matmul(x, w, segments=4), right) == 0
+        assert sm90._probe() == {"wide"}
+        assert any("wide" in name for name in cublaslt.report()["replaced"])
+    finally:
+        sm90._probe.cache_clear()
+
+
+def test_chosen_by_default():
     x = torch.zeros(1, device="cuda")
-    assert registry.resolve("linear", x.device, BF16, "sm90").module is sm90
-    if "linear.sm90" in registry.OPT_IN:
-        found = registry.resolve("linear", x.device, BF16)
-        assert found.backend == "library" and not found.passed_over
+    found = registry.resolve("linear", x.device, BF16)
+    assert found.module is sm90 and not found.passed_over and not sm90._probe()

@@ -1,23 +1,35 @@
-"""Matrix products on Hopper: our kernels (csrc/sm90) where the launch table says so, the library elsewhere.
+"""Matrix products on Hopper: our kernels (csrc/sm90) where they are the fastest, the library elsewhere.
 
-* at most 64 rows: ``few_rows``, segments included. On an H200 it is behind the library, except in several segments of
-  at most 16 rows (``reports/linear_logp_sm90.md``), which is where the table chooses it;
-* K in 2, 4 or 8 segments and more rows: ``segments``, one launch that keeps the tree's values on the chip. Its bits are
-  tested, its time is not measured yet, which is why ``auto`` does not choose this backend (``registry.OPT_IN``).
+* at most 64 rows: ``few_rows``, segments included; for one segment in the shapes that the launch table names;
+* K in 2, 4 or 8 segments and more rows: ``segments`` (tiles of 128 x 128, everything on the chip) where tiles are few
+  or segments short, ``segments_wide`` (128 x 256, subtrees in the L2) elsewhere. One launch each.
 
-The launch table says which sizes go to which (``linear_sm90``, rows by M: ``single`` for one segment, ``segments`` for
-several, ``dgrad`` for the gradient of x in several): data, so speed alone changes with it. All have the same bits.
+Which kernel serves what is data, so speed alone changes with it. Rows of the launch table:
+
+* ``linear_sm90_few NxK`` for one segment, ``linear_sm90_few`` for several, by M: rows of w a tile (0: the library),
+  blocks a processor, and ``dependent``: whether the kernel may start while the one in front of it still runs. Such a
+  launch prefetches weights into the L2, where later writes stay visible, and waits for all work in front of it before
+  it reads or writes anything else, in streams and in graphs alike;
+* ``linear_sm90_segments`` by tiles of 128 x 256: the longest segment that ``narrow`` and, if not, that ``wide`` serves.
+
+Bits: all kernels have the contract's. Each is compared with the Triton backend when this backend is first asked for;
+one that differs is not used (a warning, :func:`rl_kernel.cublaslt.report` and the fallback count name it).
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import torch
 
+from rl_kernel import cublaslt
 from rl_kernel.ops.linear import library
+from rl_kernel.ops.linear import triton as own
 from rl_kernel.ops.linear.library import add_product, product
 from rl_kernel.ops.linear_logp import sm90 as extension
 from rl_kernel.registry import Request
-from rl_kernel.triton_utils import launch_row
+from rl_kernel.triton_utils import has_launch_rows, launch_row
 
 __all__ = ["add_product", "dgrad", "matmul", "product", "supports", "wgrad"]
 
@@ -27,7 +39,10 @@ uses_library = True
 
 def supports(request: Request) -> str | None:
     """``None`` when this backend can serve ``request``, else the reason why not."""
-    return extension.supports(request) or library.supports(request)
+    reason = extension.supports(request) or library.supports(request)
+    if reason is None:
+        _probe()
+    return reason
 
 
 def _readable(x: torch.Tensor) -> bool:
@@ -35,27 +50,112 @@ def _readable(x: torch.Tensor) -> bool:
     return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0
 
 
-def _serves(use: str, a: torch.Tensor, b: torch.Tensor, columns: int, segments: int, parts: int) -> bool:
-    (m, k), few = a.shape, a.shape[0] <= FEW_ROWS and use != "dgrad"
-    step = 128 if few else 64
-    if segments == 1:
-        fits = few
-    else:
-        fits = segments in (2, 4, 8) and k > 0 and k % (segments * parts * step) == 0 and columns % 8 == 0
-    return m > 0 and fits and _readable(a) and _readable(b) and launch_row("linear_sm90", m)[use] == 1
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _few(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, segments: int, how: dict[str, int]) -> torch.Tensor:
+    torch.ops.rlk.sm90_few_rows(x, w, segments, how["rows"], how["per_processor"], bool(how["dependent"]), out)
+    return out
+
+
+def _narrow(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, transposed: bool, segments: int, parts: int) -> None:
+    torch.ops.rlk.sm90_segments(a, b, transposed, segments, parts, out)
+
+
+def _wide(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, transposed: bool, segments: int, parts: int) -> None:
+    size = _processors(a.device) * (segments // 4) * 128 * 256
+    scratch = torch.empty(size, dtype=torch.float32, device=a.device)
+    torch.ops.rlk.sm90_segments_wide(a, b, transposed, segments, parts, scratch, out)
+
+
+_SEGMENTED = {"narrow": _narrow, "wide": _wide}
+
+
+@functools.cache
+def _probe() -> frozenset[str]:
+    """Kernels whose bits differ from the Triton backend's, compared once a process: "few 8 rows 32", "wide", ..."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def heavy(*shape: int) -> torch.Tensor:
+        x = torch.randn(shape, device="cuda", generator=generator)
+        return (x * torch.randn(shape, device="cuda", generator=generator).exp_()).bfloat16()
+
+    def expected(a: torch.Tensor, b: torch.Tensor, segments: int) -> torch.Tensor:
+        size = a.shape[1] // segments
+        leaves = [torch.empty(a.shape[0], b.shape[1], device="cuda") for _ in range(segments)]
+        for s, leaf in enumerate(leaves):
+            k = slice(s * size, s * size + size)
+            own.multiply_as(launch_row("linear", FEW_ROWS), a[:, k], b[k], leaf)
+        while len(leaves) > 1:
+            leaves = [left + right for left, right in zip(leaves[::2], leaves[1::2], strict=True)]
+        return leaves[0]
+
+    def compare(name: str, found: torch.Tensor, right: torch.Tensor) -> None:
+        counts[name] = counts.get(name, 0) + int((found.view(torch.int32) != right.view(torch.int32)).sum())
+
+    counts: dict[str, int] = {}
+    w = heavy(272, 2048)
+    for m in (8, 16, 32, 64):
+        x = heavy(m, 2048)
+        for segments, rows in ((1, 32), (1, 64), (2, 32), (8, 32)):
+            how = {"rows": rows, "per_processor": 1, "dependent": 0}
+            found = _few(x, w, torch.empty(m, 272, device="cuda"), segments, how)
+            compare(f"few {m} rows {rows}", found, expected(x, w.t(), segments))
+    a, w = heavy(200, 1024), heavy(528, 1024)
+    for transposed, b in ((False, w), (True, w.t().contiguous())):
+        for segments in (2, 4, 8):
+            right = expected(a, w.t(), segments)
+            for name, run in _SEGMENTED.items():
+                found = torch.empty(200, 528, device="cuda")
+                run(a, b, found, transposed, segments, 1)
+                compare(name, found, right)
+    bad = {name: count for name, count in counts.items() if count}
+    if bad:
+        cublaslt.replace({f"linear sm90 {name}": f"{count} elements differ" for name, count in bad.items()})
+        warnings.warn(f"kernels of csrc/sm90 differ from the contract and are not used: {bad}", stacklevel=2)
+    return frozenset(bad)
+
+
+def _few_row(x: torch.Tensor, w: torch.Tensor, segments: int) -> dict[str, int] | None:
+    """How ``few_rows`` serves ``x w^T``, or ``None``."""
+    (m, k), n = x.shape, w.shape[0]
+    if not 0 < m <= FEW_ROWS or k == 0 or k % (segments * 256) or segments not in (1, 2, 4, 8) or n % 8:
+        return None
+    table = "linear_sm90_few" if segments > 1 else f"linear_sm90_few {n}x{k}"
+    if not (has_launch_rows(table) and _readable(x) and _readable(w)):
+        return None
+    row = launch_row(table, m)
+    tokens = 8 if m <= 8 else 1 << (m - 1).bit_length()
+    return row if row["rows"] and f"few {tokens} rows {row['rows']}" not in _probe() else None
+
+
+def _kernel(a: torch.Tensor, b: torch.Tensor, columns: int, segments: int, parts: int) -> str | None:
+    """The kernel for several segments and many rows, or ``None``."""
+    m, k = a.shape
+    if segments not in (2, 4, 8) or m == 0 or k == 0 or k % (segments * parts * 64) or columns % 8:
+        return None
+    if not (_readable(a) and _readable(b)):
+        return None
+    row = launch_row("linear_sm90_segments", -(-m // 128) * -(-columns // 256))
+    # Several parts: the library has no product for them, so that the smaller tile takes what no row gives away.
+    name = next((name for name in _SEGMENTED if k // segments <= row[name]), "narrow" if parts > 1 else "")
+    return name if name and name not in _probe() else None
 
 
 def matmul(
     x: torch.Tensor, w: torch.Tensor, *, segments: int = 1, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """``round(tree_s(x[:, segment s] @ w[:, segment s]^T))``; x [M, K], w [N, K] -> [M, N]."""
-    if not _serves("single" if segments == 1 else "segments", x, w, w.shape[0], segments, 1):
+    few = _few_row(x, w, segments)
+    kernel = None if few or x.shape[0] <= FEW_ROWS else _kernel(x, w, w.shape[0], segments, 1)
+    if few is None and kernel is None:
         return library.matmul(x, w, segments=segments, out_dtype=out_dtype)
     out = torch.empty((x.shape[0], w.shape[0]), dtype=out_dtype or x.dtype, device=x.device)
-    if x.shape[0] <= FEW_ROWS:
-        torch.ops.rlk.sm90_few_rows(x, w, segments, out)
-    else:
-        torch.ops.rlk.sm90_segments(x, w, False, segments, 1, out)
+    if few is not None:
+        return _few(x, w, out, segments, few)
+    _SEGMENTED[str(kernel)](x, w, out, False, segments, 1)
     return out
 
 
@@ -68,10 +168,11 @@ def dgrad(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """dX [M, K] = dy [M, N] @ w [N, K], N in ``segments`` leaves of ``parts`` slices each."""
-    if segments == 1 or not _serves("dgrad", dy, w, w.shape[1], segments, parts):
+    kernel = _kernel(dy, w, w.shape[1], segments, parts)
+    if kernel is None:
         return library.dgrad(dy, w, segments=segments, parts=parts, out_dtype=out_dtype)
     out = torch.empty((dy.shape[0], w.shape[1]), dtype=out_dtype or dy.dtype, device=dy.device)
-    torch.ops.rlk.sm90_segments(dy, w, True, segments, parts, out)
+    _SEGMENTED[kernel](dy, w, out, True, segments, parts)
     return out
 
 

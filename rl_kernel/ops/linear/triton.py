@@ -200,6 +200,12 @@ def _dispatch(a, b, c, segments, parts, split, add, row) -> None:  # type: ignor
     _launch(a, b, c, segments, parts, split, add, row)
 
 
+def multiply_as(row: dict[str, int], a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``out = a @ b`` in one ascending chain, by one row of the launch table whatever the size."""
+    _dispatch(a, b, out, 1, 1, False, False, row)
+    return out
+
+
 def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """``out = a @ b`` in one ascending chain."""
     return multiply(a, b, out=out)
