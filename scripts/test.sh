@@ -11,12 +11,34 @@ export PYTHONUNBUFFERED=1 WANDB_MODE=offline TOKENIZERS_PARALLELISM=false
 if [ $# -gt 0 ]; then exec "$python" -m pytest "$@"; fi
 
 step() { printf '\n== %s (%ss)\n' "$1" "$SECONDS"; }
-step "lint and types"
+step "lint"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-"$python" -m mypy rl_kernel recipes
 step "environment (tests skip what is not installed: here nothing may be missing)"
 "$python" -m recipes.doctor --quick
-step "tests"
-"$python" -m pytest -q -m "not gpu" --durations=15
+
+# Two lanes: starts and waits of one leave cores to the other. Whatever the engines' lane does not name is in the other.
+cores=$(nproc)
+export OMP_NUM_THREADS=$((cores > 3 ? cores / 2 : 1)) # torch's default is every core, in each lane
+tests=("$python" -m pytest -q -m "not gpu" --durations=15)
+processes=tests/recipes/test_loop_processes.py
+log=$root/build/test-operators.log
+operators() {
+  local failed=0
+  "$python" -m mypy rl_kernel recipes || failed=1
+  "${tests[@]}" --ignore=tests/engines --ignore=tests/recipes tests || failed=1
+  "${tests[@]}" "$processes" || failed=1
+  return "$failed"
+}
+step "types, operators, processes in the background: build/test-operators.log"
+operators >"$log" 2>&1 &
+lane=$!
+trap 'kill "$lane" 2>/dev/null || true' EXIT
+step "engines and loop"
+failed=0
+"${tests[@]}" tests/engines tests/recipes --ignore="$processes" || failed=1
+step "types, operators, processes: waiting for the end"
+wait "$lane" || failed=1
+cat "$log"
 step "done"
+exit "$failed"

@@ -19,7 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["process", "ray"])
+BACKENDS = ("process", "ray")
+# Two engines, two data-parallel ranks, a critic beside the policy.
+COMMON = ("rollout.num_engines=2", "train.data_parallel_size=2", "algorithm.name=ppo")
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
 def backend(request) -> str:
     """``orchestrator.backend``."""
     if request.param == "ray" and not has_ray():
@@ -80,19 +85,35 @@ class Driver:
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory, backend) -> Path:
-    """A run that nothing interrupts: two engines, two data-parallel ranks."""
-    folder = tmp_path_factory.mktemp("clean")
-    code, text = Driver(folder, backend, "rollout.num_engines=2", "train.data_parallel_size=2").finish()
-    assert code == 0, text
-    return folder
+def cleans() -> dict[str, Path]:
+    """The folders of :func:`clean`, by backend."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory, backend, cleans) -> Path:
+    """A run that nothing interrupts."""
+    if backend not in cleans:
+        folder = tmp_path_factory.mktemp("clean")
+        code, text = Driver(folder, backend, *COMMON).finish()
+        assert code == 0, text
+        cleans[backend] = folder
+    return cleans[backend]
 
 
 def test_finishes_with_zero_mismatches(clean):
     rows = read_metrics(clean)
     assert len(rows) == 6 and all(r["consistency/mismatch_count"] == 0 for r in rows)
     assert rows[0]["kernel/backend"] == "fake"
-    assert (clean / "logs/train-1.log").exists() and (clean / "checkpoints/step_000006/policy_rank1.pt").exists()
+    assert (clean / "logs/train-1.log").exists()
+    for name in ("policy_rank1.pt", "critic_rank1.pt"):
+        assert (clean / "checkpoints/step_000006" / name).exists()
+
+
+def test_backends_write_the_same_bytes(clean, cleans):
+    """Compares the second backend that is here with the first."""
+    first = next(iter(cleans.values()))
+    assert differing_keys(read_metrics(first), read_metrics(clean)) == []
 
 
 def test_context_parallel_ranks_share_the_work(tmp_path):
@@ -117,7 +138,7 @@ def test_context_parallel_ranks_share_the_work(tmp_path):
 
 
 def test_ctrl_c_saves_and_resumes_with_the_same_bytes(clean, tmp_path, backend):
-    common = (backend, "rollout.num_engines=2", "train.data_parallel_size=2")
+    common = (backend, *COMMON)
     run = Driver(tmp_path, *common, FAKE_SLOW="1")
     run.wait_for_rows(1)
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does: the whole group, actors included
@@ -130,7 +151,7 @@ def test_ctrl_c_saves_and_resumes_with_the_same_bytes(clean, tmp_path, backend):
 
 
 def test_sigkill_mid_step_leaves_nothing_behind_and_resumes(clean, tmp_path, backend):
-    common = (backend, "rollout.num_engines=2", "train.data_parallel_size=2")
+    common = (backend, *COMMON)
     run = Driver(tmp_path, *common, FAKE_SLOW="1")
     run.wait_for_rows(3)
     run.process.kill()
@@ -159,11 +180,6 @@ def test_sigterm_while_starting(tmp_path, backend, seconds):
             {"FAKE_HANG": "1"},
             ["no answer from rollout-0 to generate within 4 s", "orchestrator.step_timeout_s"],
         ),
-        (
-            ("train.data_parallel_size=2",),
-            {"FAKE_DRIFT": "2"},
-            ["different policy weights at version 2: table (", " on train-0, ", " on train-1)"],
-        ),
         ((), {"FAKE_BROKEN_START": "1"}, ["rollout-0", "something went wrong while loading"]),
     ],
 )
@@ -174,11 +190,9 @@ def test_faults_end_with_a_reason(tmp_path, backend, overrides, env, expected):
         assert part in text, text
 
 
-def test_both_backends_write_the_same_bytes(tmp_path):
-    if not has_ray():
-        pytest.skip("Ray is not installed")
-    common = ("rollout.num_engines=2", "algorithm.name=ppo", "trainer.steps=2")
-    for name in ("ray", "process"):
-        code, text = Driver(tmp_path / name, f"orchestrator.backend={name}", *common).finish()
-        assert code == 0, text
-    assert differing_keys(read_metrics(tmp_path / "ray"), read_metrics(tmp_path / "process")) == []
+def test_training_ranks_that_drift_apart_stop_the_run(tmp_path):
+    """One bit of one weight, on one rank, after two steps; the clean runs are those without it."""
+    code, text = Driver(tmp_path, "orchestrator.backend=process", *COMMON, FAKE_DRIFT="2").finish()
+    assert code == 1 and len(read_metrics(tmp_path)) == 1
+    for part in ("different policy weights at version 2: table (", " on train-0, ", " on train-1)", "resume"):
+        assert part in text, text
