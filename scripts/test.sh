@@ -31,9 +31,11 @@ operators() {
   return "$failed"
 }
 step "types, operators, processes in the background: build/test-operators.log"
+set -m # a process group of its own: without, bash has it ignore Ctrl-C, which tests send to the runs they start
 operators >"$log" 2>&1 &
 lane=$!
-trap 'kill "$lane" 2>/dev/null || true' EXIT
+set +m
+trap 'kill -- "-$lane" 2>/dev/null || true' EXIT
 step "engines and loop"
 failed=0
 "${tests[@]}" tests/engines tests/recipes --ignore="$processes" || failed=1
