@@ -189,7 +189,7 @@ AMD_MMA = "v_mfma_f32_16x16x16_bf16"
 EXPECTED_SPILLS = {
     ("attention.triton._prefill", "sm90"): 64,
     ("attention.sm90_forward._prefill", "sm90"): 320,
-    ("attention.sm90_backward._dkdv", "sm90"): 64,
+    ("attention.sm90_backward._dkdv", "sm90"): 192,  # 24 with Triton 3.6
     ("linear.triton._gemm S=8", "sm90"): 256,
 }
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections import Counter
 
 import pytest
 import torch
 
-from rl_kernel import cublaslt
+from rl_kernel import cublaslt, registry
 from rl_kernel.contract import contract_for, fingerprint
 from rl_kernel.errors import ContractError
 from rl_kernel.registry import Request
@@ -110,3 +111,13 @@ def test_segments_that_do_not_divide_are_refused():
     x, w = torch.zeros(2, 36, dtype=torch.bfloat16), torch.zeros(8, 36, dtype=torch.bfloat16)
     with pytest.raises(ContractError, match="does not divide into 8 segments"):
         triton.matmul(x, w, segments=8)
+
+
+def test_manifest_names_the_kernels_of_packed_attention(monkeypatch):
+    from rl_kernel.ops.attention import hopper
+
+    monkeypatch.setattr(hopper, "_calls", Counter())
+    assert hopper.summary() is None and "attention" not in registry.resolved()
+    x, cu = torch.zeros(4, 2, 128, dtype=torch.bfloat16), torch.tensor([0, 4], dtype=torch.int32)
+    assert hopper.choose("forward", x, x, x, cu, cu) is None
+    assert registry.resolved()["attention"] == "forward: 1 x Triton (cpu is not a Hopper GPU)"
