@@ -66,7 +66,7 @@ def test_tied_heads_are_vimes_within_rounding() -> None:
     for rank in (alone, *pair):
         assert rank["error_strict"] <= 2 * rank["error_vime"] + 1e-6 and rank["gradient_relative"] < 2e-2
         assert rank["bits"] == alone["bits"]
-    assert alone["bits"] != run(1, 1)[0]["bits"]
+    assert alone["bits"] != run(1, 1, False)[0]["bits"]
     assert len(alone["exported"]) == 2 * 11 + 2 and all(alone["exported"].values())
 
 
@@ -77,27 +77,27 @@ def test_policy_and_reference_passes_of_vime_have_the_same_bits(tp: int, cp: int
 
 
 def test_weights_leave_under_hugging_face_names() -> None:
-    exported = run(1, 1)[0]["exported"]
+    exported = run(1, 1, False)[0]["exported"]
     assert exported["model.layers.1.post_attention_layernorm.weight"] and len(exported) == 2 * 11 + 3
     assert all(exported.values())
 
 
 def test_rebinding_reaches_every_holder() -> None:
-    assert all(rank["rebound"] >= 2 for rank in run(1, 1))
+    assert all(rank["rebound"] >= 2 for rank in run(1, 1, False))
 
 
 def test_critic_keeps_its_own_head() -> None:
-    for rank in run(1, 1):
+    for rank in run(1, 1, False):
         assert rank["critic_changed"] == 0 and rank["critic_values"] == rank["tokens"]
 
 
 def test_bits_do_not_depend_on_tensor_or_sequence_parallelism() -> None:
-    reference = run(1, 1)[0]["bits"]
+    reference = run(1, 1, False)[0]["bits"]
     for tp, cp, sequence_parallel in LAYOUTS:
         if cp == 1:
             for rank in run(tp, cp, sequence_parallel):
                 assert rank["bits"] == reference
-    merged = [sorted(run(tp, 2)[0]["bits"] + run(tp, 2)[tp]["bits"]) for tp in (1, 2)]
+    merged = [sorted(run(tp, 2, False)[0]["bits"] + run(tp, 2, False)[tp]["bits"]) for tp in (1, 2)]
     assert merged[0] == merged[1] == sorted(reference)
 
 
