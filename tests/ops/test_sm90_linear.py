@@ -31,10 +31,10 @@ def launches(w=None, kernel="wide", rows=32, per_processor=1, dependent=0):
     few = {"rows": rows, "per_processor": per_processor, "dependent": dependent}
     segments = {"narrow": (kernel == "narrow") << 60, "wide": 1 << 60}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(override_launch("linear_sm90_few", {**few, "rows": 32}))
-        stack.enter_context(override_launch("linear_sm90_segments", segments))
+        stack.enter_context(override_launch("linear_few_sm90", {**few, "rows": 32}))
+        stack.enter_context(override_launch("linear_segments_sm90", segments))
         if w is not None:
-            stack.enter_context(override_launch("linear_sm90_few {}x{}".format(*w.shape), few))
+            stack.enter_context(override_launch("linear_few_{}x{}_sm90".format(*w.shape), few))
         yield
 
 

@@ -6,11 +6,11 @@
 
 Which kernel serves what is data, so speed alone changes with it. Rows of the launch table:
 
-* ``linear_sm90_few NxK`` for one segment, ``linear_sm90_few`` for several, by M: rows of w a tile (0: the library),
+* ``linear_few_NxK_sm90`` for one segment, ``linear_few_sm90`` for several, by M: rows of w a tile (0: the library),
   blocks a processor, and ``dependent``: whether the kernel may start while the one in front of it still runs. Such a
   launch prefetches weights into the L2, where later writes stay visible, and waits for all work in front of it before
   it reads or writes anything else, in streams and in graphs alike;
-* ``linear_sm90_segments`` by tiles of 128 x 256: the longest segment that ``narrow`` and, if not, that ``wide`` serves.
+* ``linear_segments_sm90`` by tiles of 128 x 256: the longest segment that ``narrow`` and, if not, that ``wide`` serves.
 
 Bits: all kernels have the contract's. Each is compared with the Triton backend when this backend is first asked for;
 one that differs is not used (a warning, :func:`rl_kernel.cublaslt.report` and the fallback count name it).
@@ -123,7 +123,7 @@ def _few_row(x: torch.Tensor, w: torch.Tensor, segments: int) -> dict[str, int] 
     (m, k), n = x.shape, w.shape[0]
     if not 0 < m <= FEW_ROWS or k == 0 or k % (segments * 256) or segments not in (1, 2, 4, 8) or n % 8:
         return None
-    table = "linear_sm90_few" if segments > 1 else f"linear_sm90_few {n}x{k}"
+    table = "linear_few_sm90" if segments > 1 else f"linear_few_{n}x{k}_sm90"
     if not (has_launch_rows(table) and _readable(x) and _readable(w)):
         return None
     row = launch_row(table, m)
@@ -138,7 +138,7 @@ def _kernel(a: torch.Tensor, b: torch.Tensor, columns: int, segments: int, parts
         return None
     if not (_readable(a) and _readable(b)):
         return None
-    row = launch_row("linear_sm90_segments", -(-m // 128) * -(-columns // 256))
+    row = launch_row("linear_segments_sm90", -(-m // 128) * -(-columns // 256))
     # Several parts: the library has no product for them, so that the smaller tile takes what no row gives away.
     name = next((name for name in _SEGMENTED if k // segments <= row[name]), "narrow" if parts > 1 else "")
     return name if name and name not in _probe() else None
