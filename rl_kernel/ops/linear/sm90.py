@@ -40,7 +40,7 @@ uses_library = True
 def supports(request: Request) -> str | None:
     """``None`` when this backend can serve ``request``, else the reason why not."""
     reason = extension.supports(request) or library.supports(request)
-    if reason is None:
+    if reason is None and torch.cuda.is_available():
         _probe()
     return reason
 
