@@ -75,7 +75,13 @@ def elementwise():
     found["rms_norm error"] = error(y, exact.detach())
     dy, dres = randn(5, 96), randn(5, 96)
     exact.backward(dy.double())
-    dx, _ = norm.backward(dy, dres, out, w, rstd)
+    dx, dw = norm.backward(dy, dres, out, w, rstd)
+    exact_dw = (dy.double() * out.double() * torch.rsqrt(out.double().pow(2).mean(-1, keepdim=True) + 1e-6)).sum(0)
+    found["rms_norm backward error of the weight"] = error(dw, exact_dw)
+    for count in (1, 4):
+        with triton_utils.override_launch("rms_norm_backward", {"warps": 1, "rows": count}):
+            again = norm.backward(dy, dres, out, w, rstd)
+        found[f"rms_norm backward, {count} rows at a time"] = same(again[0], dx) and same(again[1], dw)
     found["rms_norm backward error"] = error(dx, s.grad + dres.double())
     with triton_utils.override_launch("add_rms_norm", {"block": 512, "warps": 1}):
         found["rms_norm rows"] = same(norm.forward(x[2:], w, 1e-6, r[2:])[0], y[2:])

@@ -14,6 +14,7 @@ from rl_kernel.triton_utils import (
     launch_row,
     next_power_of_2,
     options,
+    tree_rows,
     tree_sum,
 )
 
@@ -121,46 +122,112 @@ def forward(
 
 
 @triton.jit
+def _read(
+    dy_ptr, dres_ptr, x_ptr, rstd_ptr, first, rows, x_row_stride, column,
+    H: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, HAS_DRES: tl.constexpr,
+):  # fmt: skip
+    """``ROWS`` rows from ``first`` on, as tuples of dy, dres, x and rstd."""
+    dy, dres, x, rstd = (), (), (), ()
+    for i in tl.static_range(ROWS):
+        row = first + i
+        if WHOLE:
+            dy += (tl.load(dy_ptr + row * H + column),)
+            x += (tl.load(x_ptr + row * x_row_stride + column),)
+            rstd += (tl.load(rstd_ptr + row),)
+            if HAS_DRES:
+                dres += (tl.load(dres_ptr + row * H + column),)
+        else:
+            live = (row + tl.zeros_like(column) < rows) & (column < H)
+            dy += (tl.load(dy_ptr + row * H + column, mask=live, other=0.0),)
+            x += (tl.load(x_ptr + row * x_row_stride + column, mask=live, other=0.0),)
+            rstd += (tl.load(rstd_ptr + row, mask=row < rows, other=0.0),)
+            if HAS_DRES:
+                dres += (tl.load(dres_ptr + row * H + column, mask=live, other=0.0),)
+    return dy, dres, x, rstd
+
+
+@triton.jit
+def _sums(x, P: tl.constexpr, ROWS: tl.constexpr):
+    """The tree over each of ``ROWS`` (1, 2 or 4) tensors [P], in the steps of one: a tuple of fp32 [1]."""
+    if ROWS == 1:
+        totals = (tree_sum(tl.reshape(x[0], [1, P]), 1, P),)
+    else:
+        if ROWS == 2:
+            packed = tl.join(x[0], x[1])
+        else:
+            packed = tl.reshape(tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3])), [P, 4])
+        bits = tree_rows(packed, P, ROWS).to(tl.int32, bitcast=True)
+        totals = ()
+        for i in tl.static_range(ROWS):
+            # One of them, through integers: a sum with zeros would lose the sign of a zero.
+            totals += (tl.sum(tl.where(tl.arange(0, ROWS) == i, bits, 0), 0).to(tl.float32, bitcast=True),)
+    return totals
+
+
+@triton.jit
 def _backward(
     dy_ptr, dres_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, rows, x_row_stride,
-    H: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr, HAS_DRES: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_DRES: tl.constexpr,
 ):  # fmt: skip
+    """A block of ``TOKENS`` rows, ``ROWS`` at a time, with the next ones under way; dW adds them one by one."""
     block = tl.program_id(0)
     column = tl.arange(0, P)
     valid = column < H
-    weight = tl.load(weight_ptr + column, mask=valid, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=valid, other=0.0)
     dweight = tl.zeros([P], dtype=tl.float32)
     first = block.to(tl.int64) * TOKENS
-    for i in tl.range(0, min(TOKENS, rows - block * TOKENS), num_stages=STAGES):
+    last = first + (TOKENS - ROWS)
+    dy, dres, x, rstd = _read(
+        dy_ptr, dres_ptr, x_ptr, rstd_ptr, first, rows, x_row_stride, column, H, ROWS, WHOLE, HAS_DRES
+    )
+    for i in range(0, min(TOKENS, rows - block * TOKENS), ROWS):
         row = first + i
-        at = row * H + column
-        dy = tl.load(dy_ptr + at, mask=valid, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row * x_row_stride + column, mask=valid, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row)
-        normed = x * rstd
-        dweight += dy * normed
-        scaled = dy * weight
-        mean = divide(tree_sum(tl.reshape(scaled * normed, [1, P]), 1, P), H * 1.0)
-        dx = (scaled - normed * mean) * rstd
-        if HAS_DRES:
-            dx += tl.load(dres_ptr + at, mask=valid, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=valid)
+        dy_next, dres_next, x_next, rstd_next = _read(
+            dy_ptr, dres_ptr, x_ptr, rstd_ptr, tl.minimum(row + ROWS, last), rows, x_row_stride, column,
+            H, ROWS, WHOLE, HAS_DRES,
+        )  # fmt: skip
+        w = weight.to(tl.float32)
+        products = ()
+        for j in tl.static_range(ROWS):
+            g, normed = dy[j].to(tl.float32), x[j].to(tl.float32) * rstd[j]
+            dweight += g * normed
+            products += ((g * w) * normed,)
+        totals = _sums(products, P, ROWS)
+        for j in tl.static_range(ROWS):
+            # Made again rather than kept: registers are for the rows under way.
+            normed = x[j].to(tl.float32) * rstd[j]
+            dx = (dy[j].to(tl.float32) * w - normed * _mean(totals[j], H)) * rstd[j]
+            if HAS_DRES:
+                dx += dres[j].to(tl.float32)
+            at = dx_ptr + (row + j) * H + column
+            if WHOLE:
+                tl.store(at, dx.to(dx_ptr.dtype.element_ty))
+            else:
+                tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=valid & (row + j + tl.zeros_like(column) < rows))
+        dy, dres, x, rstd = dy_next, dres_next, x_next, rstd_next
     tl.store(partial_ptr + block.to(tl.int64) * H + column, dweight, mask=valid)
 
 
 @triton.jit
-def _sum_partials(partial_ptr, out_ptr, blocks, H, BLOCK: tl.constexpr):
+def _sum_partials(partial_ptr, out_ptr, blocks, H, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+    """Blocks in ascending order, ``AHEAD`` of them under way at a time (what is past the last adds +0.0)."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
-    for block in range(blocks):
-        total += tl.load(partial_ptr + block * H + column, mask=column < H, other=0.0)
+    for first in range(0, blocks, AHEAD):
+        parts = ()
+        for i in tl.static_range(AHEAD):
+            live = (column < H) & (first + i + tl.zeros_like(column) < blocks)
+            parts += (tl.load(partial_ptr + (first + i) * H + column, mask=live, other=0.0),)
+        for i in tl.static_range(AHEAD):
+            total += parts[i]
     tl.store(out_ptr + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
 
 
 def add_partials(partial: torch.Tensor, out: torch.Tensor) -> None:
     """``out`` [H] = the rows of ``partial`` [blocks, H] added in ascending order, one rounding."""
     blocks, h = partial.shape
-    _sum_partials[(triton.cdiv(h, 256),)](partial, out, blocks, h, 256, **options(4))
+    _sum_partials[(triton.cdiv(h, 32),)](partial, out, blocks, h, 32, 64, **options(1))
 
 
 def backward(
@@ -194,8 +261,8 @@ def backward(
             launch = launch_row("rms_norm_backward", h)
             _backward[(blocks,)](
                 dy, dres, x, weight, rstd.reshape(-1), dx, partial, rows, x.stride(0),
-                h, p, ROWS_A_PARTIAL, dres is not None, launch["stages"],
-                **options(launch["warps"], launch["stages"]),
+                h, p, ROWS_A_PARTIAL, launch["rows"], h == p and rows % ROWS_A_PARTIAL == 0, dres is not None,
+                **options(launch["warps"]),
             )  # fmt: skip
         add_partials(partial, dweight)
     return dx, dweight
