@@ -185,7 +185,8 @@ _PTX_GOOD = (
 )
 AMD_MMA = "v_mfma_f32_16x16x16_bf16"
 # Bytes that may spill: a handful around the loops of attention, what three accumulators of the Hopper prefill leave no
-# room for (48 with Triton 3.6, 280 with 3.9; the schedule without spills is slower), and the four subtrees of eight segments.
+# room for (48 with Triton 3.6, 280 with 3.9; the schedule without spills is slower), and the four subtrees of eight
+# segments.
 EXPECTED_SPILLS = {
     ("attention.triton._prefill", "sm90"): 64,
     ("attention.sm90_forward._prefill", "sm90"): 320,
