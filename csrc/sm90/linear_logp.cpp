@@ -239,8 +239,7 @@ std::tuple<Tensor, Tensor> token_loss_op(Tensor out, Tensor targets, int64_t ign
   task.loss.high = static_cast<float>(high);
   task.loss.entropy_weight = static_cast<float>(entropy_weight);
   task.loss.with_entropy = entropy_weight != 0.0;
-  task.loss.multiplies = !normalizer.has_value();
-  task.loss.by = 1.0f / static_cast<float>(scale);
+  task.loss.by = static_cast<float>(scale);
   task.tokens = tokens;
   task.ignore = ignore;
   task.targets = data<int64_t>(targets, "targets", ScalarType::Long);

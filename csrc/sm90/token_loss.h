@@ -19,8 +19,7 @@ struct TokenLoss {
   float low = 0.0f, high = 0.0f;  // the ratio is clipped to this
   float entropy_weight = 0.0f;
   bool with_entropy = false;
-  bool multiplies = false;        // x * by instead of x / by: torch divides by a number of the host in this way
-  float by = 1.0f;
+  float by = 1.0f;  // what divides the loss
 };
 
 struct TokenTerms {
@@ -45,7 +44,6 @@ RLK_BOTH float sum(float a, float b) {
 }
 
 RLK_BOTH float normalized(float x, const TokenLoss& loss) {
-  if (loss.multiplies) return product(x, loss.by);
 #ifdef __CUDA_ARCH__
   return __fdiv_rn(x, loss.by);
 #else

@@ -14,12 +14,12 @@ SOURCES = Path(__file__).parents[2] / "csrc" / "sm90"
 SHIM = """
 #include "token_loss.h"
 using namespace rlk::sm90;
-extern "C" void run(int n, float low, float high, float entropy_weight, int multiplies, float by,
+extern "C" void run(int n, float low, float high, float entropy_weight, float by,
                     const float* difference, const float* ratio, const float* entropy,
                     const float* advantage, const float* weight, const unsigned char* ignored, float* out) {
   TokenLoss loss;
   loss.low = low, loss.high = high, loss.entropy_weight = entropy_weight, loss.with_entropy = entropy_weight != 0.0f;
-  loss.multiplies = multiplies, loss.by = by;
+  loss.by = by;
   for (int i = 0; i < n; ++i) {
     const TokenTerms t = token_terms(loss, difference[i], ratio[i], entropy[i], advantage[i], weight[i], ignored[i]);
     const float all[8] = {t.loss, t.weight, t.clipped, t.ratio, t.kl, t.entropy, t.by_logp, t.by_entropy};
@@ -77,12 +77,12 @@ def test_bits_of_torch(run, clip, scale, entropy_weight):
     expected = [term, w, w * (clipped < plain), w * ratio, -(w * difference), w * entropy, by_logp]
     expected += [by_entropy] if entropy_weight else []
 
-    def found(ratio: torch.Tensor, multiplies: bool) -> torch.Tensor:
+    def found(ratio: torch.Tensor) -> torch.Tensor:
         arguments = [x.detach().contiguous() for x in (difference, ratio, entropy, a, w, ignored)]
         out = torch.empty(8, len(a))
         f = ctypes.c_float
         run(
-            len(a), f(low), f(high), f(entropy_weight), int(multiplies), f(1 / scale if multiplies else scale),
+            len(a), f(low), f(high), f(entropy_weight), f(scale),
             *(ctypes.c_void_p(x.data_ptr()) for x in (*arguments, out)),
         )  # fmt: skip
         return out
@@ -94,7 +94,5 @@ def test_bits_of_torch(run, clip, scale, entropy_weight):
             for x, y in pairs
         )
 
-    assert wrong(found(ratio, False)) == 0
-    assert wrong(found(torch.nextafter(ratio, ratio + 1), False)) > 0
-    # A number of the host divides on the GPU by way of its reciprocal: exact where that is a power of two.
-    assert (wrong(found(ratio, True)) == 0) == (scale == 64.0)
+    assert wrong(found(ratio)) == 0
+    assert wrong(found(torch.nextafter(ratio, ratio + 1))) > 0

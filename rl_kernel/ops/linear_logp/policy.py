@@ -65,12 +65,20 @@ def linear_policy_loss(
             raise ContractError(f"linear_policy_loss: {name} {tuple(value.shape)} must be ({tokens},)")
 
     @functools.cache
-    def shared() -> tuple[torch.Tensor, torch.Tensor, float | torch.Tensor]:
-        """Weights [T], which tokens are ignored [T], and what divides the sum."""
+    def shared() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Weights [T], which tokens are ignored [T], and what divides the sum.
+
+        A number becomes a tensor: torch on a GPU multiplies by the reciprocal of a number, rounded in a way that
+        depends on its version, but divides by a tensor.
+        """
         weights = torch.ones_like(advantages, dtype=torch.float32) if mask is None else mask.to(torch.float32)
         ignored = target_ids == ignore_index
         weights = weights.masked_fill(ignored, 0.0)
-        return weights, ignored, weights.sum() if normalizer is None else normalizer
+        if isinstance(normalizer, torch.Tensor):
+            return weights, ignored, normalizer
+        if normalizer is None:
+            return weights, ignored, weights.sum()
+        return weights, ignored, torch.full((), normalizer, dtype=torch.float32, device=weights.device)
 
     def loss(
         rows: slice | torch.Tensor, logp: torch.Tensor, entropy: torch.Tensor
