@@ -72,9 +72,25 @@ def is_hip() -> bool:
     return torch.version.hip is not None
 
 
-def options(num_warps: int, num_stages: int = 1, *, dot: bool = False) -> dict[str, Any]:
-    """Compile options of a launch: never contraction, and on AMD the pinned MFMA shape for kernels with a dot."""
+def early(launch: dict[str, int]) -> int:
+    """How a launch row starts its kernel early ("pdl"; always 0 on AMD GPUs and in the interpreter).
+
+    0: not before the kernel in front of it has ended. 1 and 2: as soon as that kernel allows it (a programmatic
+    dependent launch). The kernel then waits for the end of that one ahead of its first access to memory, and allows
+    the next to start 1: at once, or 2: when its own loads are under way. The next one waits likewise, or is an
+    ordinary launch, so no kernel sees memory before the writes in front of it.
+    """
+    return 0 if is_hip() or triton.knobs.runtime.interpret else launch.get("pdl", 0)
+
+
+def options(num_warps: int, num_stages: int = 1, *, dot: bool = False, pdl: int = 0) -> dict[str, Any]:
+    """Compile options of a launch: never contraction, and on AMD the pinned MFMA shape for kernels with a dot.
+
+    ``pdl``: :func:`early` of the row, which the kernel must know as well.
+    """
     chosen: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+    if pdl:
+        chosen["launch_pdl"] = True
     if dot and is_hip():
         chosen.update(_HIP_OPTIONS)
     return chosen

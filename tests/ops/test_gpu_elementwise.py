@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -29,6 +31,7 @@ def test_rms_norm_rows_do_not_notice_batch_or_launch():
             a = source.randrange(t)
             b = min(t, a + source.choice([1, 2, 3, 17, 64]))
             launch = {"block": source.choice([128, 1024, 4096, 8192]), "warps": source.choice([1, 2, 4, 8])}
+            launch["pdl"] = source.choice([0, 1, 2])
             if h * 16 < launch["block"]:
                 launch["block"] = h * 16
             with triton_utils.override_launch("rms_norm" if residual is None else "add_rms_norm", launch):
@@ -81,6 +84,10 @@ def test_rope_fused_with_norm_equals_both_after_each_other():
             op.qk_norm_backward(dy, x, w, rstd[:, :heads], position, table), composed, ("fused dx", "fused dw")
         ):
             tally.equal(own.reshape(-1), other.reshape(-1), kind, (heads, t, dim))
+        with triton_utils.override_launch("rms_norm_backward", {"rows": source.choice([1, 2, 8]), "warps": 2}):
+            again = op.qk_norm_backward(dy, x, w, rstd[:, :heads], position, table)
+        for own, other, kind in zip(again, composed, ("dx, another launch", "dw, another launch")):
+            tally.equal(own.reshape(-1), other.reshape(-1), kind, (heads, t, dim))
         c, s = table[position, None, : dim // 2], table[position, None, dim // 2 :]
         x1, x2 = x[..., : dim // 2].float(), x[..., dim // 2 :].float()
         tally.equal(plain, torch.cat([x1 * c - x2 * s, x2 * c + x1 * s], -1).to(BF16), "torch formula")
@@ -94,12 +101,82 @@ def test_rope_fused_with_norm_equals_both_after_each_other():
             **source.choice([{"tokens": 1, "rows": 8, "warps": 1}, {"tokens": 2, "rows": 4, "warps": 2}]),
             "least": source.choice([1, 1 << 30]),
             "most": 1 << 13,
+            "pdl": source.choice([0, 1, 2]),
         }
         with triton_utils.override_launch("rope", launch), triton_utils.override_launch("qk_norm_rope", whole):
             sliced = op.qk_norm_forward(x[a:], k[a:], w, kw, 1e-6, position[a:], table)
             tally.equal(both[a:], sliced[0], "slice and launch")
             tally.equal(k_both[a:], sliced[1], "slice and launch of k")
     tally.done()
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="AMD GPUs have no programmatic launches")
+@pytest.mark.parametrize("pdl", [1, 2])
+@pytest.mark.parametrize("graphed", [False, True])
+def test_kernels_that_start_early_see_what_is_in_front_of_them(pdl, graphed):
+    """Outputs feed the next norm, and inputs, weights and outputs' memory are written right before they are met."""
+    from rl_kernel.ops.rms_norm import triton as norm
+    from rl_kernel.ops.rope import triton as rope
+
+    t, steps = 2048, 6
+    fresh = [data(t, 48, 128, seed=seed) for seed in range(3)]
+    weights = [data(128, seed=10 + seed, heavy=False) for seed in range(3)]
+    wide = [data(6144, seed=20 + seed, heavy=False) for seed in range(3)]
+    table = [torch.randn(t, 128, device="cuda") for _ in range(3)]
+    qkv, w, wh, cache = (torch.empty_like(x[0]) for x in (fresh, weights, wide, table))
+    position = torch.arange(t, device="cuda")
+
+    def work():
+        results = []
+        for i in range(steps):
+            qkv.copy_(fresh[i % 3])
+            wh.copy_(wide[i % 3])
+            for residual in (None, fresh[(i + 1) % 3].view(t, -1)):
+                # Three that start early, the first behind a copy; each reads what the one in front of it wrote.
+                y, total, _ = norm.forward(qkv.view(t, -1), wh, 1e-6, residual)
+                y, total, rstd = norm.forward(y, wh, 1e-6, total)
+                qk = y.view(t, 48, 128)
+                q, k, qk_rstd = rope.qk_norm_forward(qk[:, :32], qk[:, 32:40], w, w, 1e-6, position, cache)
+                again = norm.forward(q, w, 1e-6)[0]
+                results += [y, rstd, q, k, qk_rstd, again]
+                w.copy_(weights[i % 3])
+                cache.copy_(table[i % 3])
+                qkv.view(t, -1).copy_(y)
+        return results
+
+    def launches(pdl):
+        stack = contextlib.ExitStack()
+        whole = {"tokens": 1, "rows": 8, "warps": 1, "least": 1, "most": 1 << 13, "pdl": pdl}
+        stack.enter_context(triton_utils.override_launch("qk_norm_rope", whole))
+        for op in ("rms_norm", "add_rms_norm"):
+            stack.enter_context(triton_utils.override_launch(op, {"block": 8192, "warps": 8, "pdl": pdl}))
+        return stack
+
+    def first():
+        w.copy_(weights[2])
+        cache.copy_(table[2])
+
+    with launches(0):
+        first()
+        expected = [y.clone() for y in work()]
+    with launches(pdl):
+        first()
+        found = work()
+        torch.cuda.synchronize()
+        if graphed:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = work()
+        for _ in range(10):
+            for y in found:
+                y.zero_()
+            first()
+            if graphed:
+                graph.replay()
+            else:
+                found = work()
+            assert [differing(y, z) for y, z in zip(found, expected, strict=True)] == [0] * len(expected)
+    assert all(differing(expected[i], expected[i + 12]) > 0 for i in range(12))
 
 
 def test_swiglu_rows_do_not_notice_batch_or_launch():

@@ -110,6 +110,16 @@ def elementwise():
     turned = rope.backward(dy, position, cache).reshape(-1, 32)
     composed = norm.backward(turned, None, q.reshape(-1, 32), head, rstd[:, :3].reshape(-1))
     found["backward of both fused"] = all(same(a.flatten(), b.flatten()) for a, b in zip(fused_grads, composed))
+    dy, wide = randn(34, 4, 32), randn(34, 4, 32)
+    four_rstd, far = torch.rand(34, 4) + 0.5, torch.arange(34) % 16
+    turned = rope.backward(dy, far, cache).reshape(-1, 32)
+    composed = norm.backward(turned, None, wide.reshape(-1, 32), head, four_rstd.reshape(-1))
+    for count in (1, 2, 4):
+        with triton_utils.override_launch("rms_norm_backward", {"warps": 1, "rows": count}):
+            grads = rope.qk_norm_backward(dy, wide, head, four_rstd, far, cache)
+        found[f"backward of both fused, {count} heads at a time"] = all(
+            same(a.flatten(), b.flatten()) for a, b in zip(grads, composed)
+        )
     g = randn(3, 80)
     exact_in = g.double().requires_grad_()
     exact = torch.nn.functional.silu(exact_in[:, :40]) * exact_in[:, 40:]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_kernel.registry import Request
 from rl_kernel.triton_utils import (
     device_guard,
     divide,
+    early,
     gpu_only,
     launch_row,
     next_power_of_2,
@@ -41,8 +43,13 @@ def _forward(
     x_ptr, residual_ptr, weight_ptr, y_ptr, residual_out_ptr, rstd_ptr,
     rows, heads, x_token_stride, x_head_stride, r_token_stride, eps,
     H: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """``ROWS`` rows of a program; ``WHOLE``: nothing to mask, so that the loads are single wide instructions."""
+    if PDL:
+        gdc_wait()
+    if PDL == 1:
+        gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, P)
     if WHOLE:
@@ -57,8 +64,12 @@ def _forward(
         residual = tl.load(
             residual_ptr + row.to(tl.int64)[:, None] * r_token_stride + column[None, :], mask=inside, other=0.0
         )
+        if PDL == 2:
+            gdc_launch_dependents()
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x_ptr.dtype.element_ty)
         tl.store(residual_out_ptr + out, x, mask=inside)
+    elif PDL == 2:
+        gdc_launch_dependents()
     x = x.to(tl.float32)
     variance = _mean(tree_sum(x * x, ROWS, P), H)
     rstd = divide(1.0, tl.sqrt_rn(variance + eps))
@@ -116,7 +127,8 @@ def forward(
             _forward[(triton.cdiv(rows, per),)](
                 x, residual, weight, y, residual_out, rstd, rows, heads, token_stride, head_stride,
                 residual.stride(0) if residual is not None else 0, eps,
-                h, p, per, h == p and rows % per == 0, residual is not None, **options(launch["warps"]),
+                h, p, per, h == p and rows % per == 0, residual is not None, early(launch),
+                **options(launch["warps"], pdl=early(launch)),
             )  # fmt: skip
     return y, residual_out, rstd
 

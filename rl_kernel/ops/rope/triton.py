@@ -7,12 +7,14 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_kernel.ops.rms_norm import triton as norm
 from rl_kernel.registry import Request
 from rl_kernel.triton_utils import (
     device_guard,
     divide,
+    early,
     gpu_only,
     is_hip,
     launch_row,
@@ -138,9 +140,13 @@ def _qk_norm_rope_token(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, position_ptr, cache_ptr, q_out_ptr, k_out_ptr, rstd_ptr,
     q_token, q_head, k_token, k_head, eps,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Every head of some tokens: all loads first, then ``ROWS`` heads at a time; angles and weights are read once."""
+    if PDL:
+        gdc_wait()
+    if PDL == 1:
+        gdc_launch_dependents()
     ty: tl.constexpr = q_out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, HALF)[None, None, :]
@@ -155,6 +161,8 @@ def _qk_norm_rope_token(
         low += (tl.load(k_at + i * ROWS * k_head),)
         high += (tl.load(k_at + i * ROWS * k_head + HALF),)
     cos, sin = _angles(cache_ptr, position_ptr, token, HALF, TOKENS, ROWS)
+    if PDL == 2:
+        gdc_launch_dependents()
     wide = _wide(HALF, TOKENS, ROWS)
     q1, q2 = tl.load(q_weight_ptr + wide), tl.load(q_weight_ptr + HALF + wide)
     k1, k2 = tl.load(k_weight_ptr + wide), tl.load(k_weight_ptr + HALF + wide)
@@ -251,7 +259,8 @@ def qk_norm_forward(
                 _qk_norm_rope_token[(tokens // some,)](
                     q, k, q_weight, k_weight, positions, cache, q_out, k_out, rstd,
                     q.stride(0), q.stride(1), k.stride(0), k.stride(1), eps,
-                    q_heads, k_heads, dim // 2, some, rows, _packed(q), **options(launch["warps"]),
+                    q_heads, k_heads, dim // 2, some, rows, _packed(q), early(launch),
+                    **options(launch["warps"], pdl=early(launch)),
                 )  # fmt: skip
                 return q_out, k_out, rstd
             launch = launch_row("rope", q_heads)
@@ -268,9 +277,13 @@ def qk_norm_forward(
 @triton.jit
 def _head_backward(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, position_ptr, cache_ptr, dx_ptr, partial_ptr, rows, heads,
-    dy_token, dy_head, x_token, x_head, rstd_stride, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    dy_token, dy_head, x_token, x_head, rstd_stride,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK`` rows (token, head), in the order of the norm's backward: dX of each, and one partial sum of dW."""
+    """``BLOCK`` rows (token, head), in the order of the norm's backward: dX of each, and one partial sum of dW.
+
+    ``ROWS`` heads of a token are under way at a time; it divides ``heads`` and ``BLOCK``, so none is past the last.
+    """
     column = tl.arange(0, HALF)
     w1 = tl.load(weight_ptr + column).to(tl.float32)
     w2 = tl.load(weight_ptr + HALF + column).to(tl.float32)
@@ -278,27 +291,35 @@ def _head_backward(
     sum2 = tl.zeros([HALF], tl.float32)
     block = tl.program_id(0)
     ty: tl.constexpr = dx_ptr.dtype.element_ty
-    for i in range(min(BLOCK, rows - block * BLOCK)):
+    for i in range(0, min(BLOCK, rows - block * BLOCK), ROWS):
         row = block * BLOCK + i
         token, head = (row // heads).to(tl.int64), row % heads
-        at = dy_ptr + token * dy_token + head * dy_head + column
-        dy1, dy2 = tl.load(at).to(tl.float32), tl.load(at + HALF).to(tl.float32)
+        dy_low, dy_high, x_low, x_high, rstd = (), (), (), (), ()
+        for j in tl.static_range(ROWS):
+            at = dy_ptr + token * dy_token + (head + j) * dy_head + column
+            dy_low += (tl.load(at),)
+            dy_high += (tl.load(at + HALF),)
+            at = x_ptr + token * x_token + (head + j) * x_head + column
+            x_low += (tl.load(at),)
+            x_high += (tl.load(at + HALF),)
+            rstd += (tl.load(rstd_ptr + token * rstd_stride + head + j),)
         table = cache_ptr + tl.load(position_ptr + token).to(tl.int64) * (2 * HALF) + column
         cos, sin = tl.load(table), -tl.load(table + HALF)
-        # The rotation rounds its result: it is an operator of its own.
-        g1 = (dy1 * cos - dy2 * sin).to(ty).to(tl.float32)
-        g2 = (dy2 * cos + dy1 * sin).to(ty).to(tl.float32)
-        rstd = tl.load(rstd_ptr + token * rstd_stride + head)
-        at = x_ptr + token * x_token + head * x_head + column
-        n1, n2 = tl.load(at).to(tl.float32) * rstd, tl.load(at + HALF).to(tl.float32) * rstd
-        sum1 += g1 * n1
-        sum2 += g2 * n2
-        s1, s2 = g1 * w1, g2 * w2
-        total = tree_sum(tl.reshape(s1 * n1, [1, HALF]), 1, HALF) + tree_sum(tl.reshape(s2 * n2, [1, HALF]), 1, HALF)
-        mean = divide(total, 2.0 * HALF)
-        out = dx_ptr + row.to(tl.int64) * (2 * HALF) + column
-        tl.store(out, ((s1 - n1 * mean) * rstd).to(ty))
-        tl.store(out + HALF, ((s2 - n2 * mean) * rstd).to(ty))
+        for j in tl.static_range(ROWS):
+            dy1, dy2 = dy_low[j].to(tl.float32), dy_high[j].to(tl.float32)
+            # The rotation rounds its result: it is an operator of its own.
+            g1 = _rounded(dy1 * cos - dy2 * sin, ty, PACKED)
+            g2 = _rounded(dy2 * cos + dy1 * sin, ty, PACKED)
+            n1, n2 = x_low[j].to(tl.float32) * rstd[j], x_high[j].to(tl.float32) * rstd[j]
+            sum1 += g1 * n1
+            sum2 += g2 * n2
+            s1, s2 = g1 * w1, g2 * w2
+            a, b = tl.reshape(s1 * n1, [1, HALF]), tl.reshape(s2 * n2, [1, HALF])
+            # HALF is a power of two: the product has the bits of the quotient.
+            mean = (tree_sum(a, 1, HALF) + tree_sum(b, 1, HALF)) * (1.0 / (2 * HALF))
+            out = dx_ptr + (row + j).to(tl.int64) * (2 * HALF) + column
+            tl.store(out, ((s1 - n1 * mean) * rstd[j]).to(ty))
+            tl.store(out + HALF, ((s2 - n2 * mean) * rstd[j]).to(ty))
     out = partial_ptr + block.to(tl.int64) * (2 * HALF) + column
     tl.store(out, sum1)
     tl.store(out + HALF, sum2)
@@ -325,10 +346,11 @@ def qk_norm_backward(
     partial = torch.empty((blocks, dim), dtype=torch.float32, device=x.device)
     with device_guard(x):
         if rows:
+            launch = launch_row("rms_norm_backward", dim)
             _head_backward[(blocks,)](
                 dy, x, weight, rstd, positions, cache, dx, partial, rows, heads,
                 dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), rstd.stride(0),
-                dim // 2, norm.ROWS_A_PARTIAL, **options(launch_row("rms_norm_backward", dim)["warps"]),
+                dim // 2, norm.ROWS_A_PARTIAL, math.gcd(heads, launch["rows"]), _packed(x), **options(launch["warps"]),
             )  # fmt: skip
         norm.add_partials(partial, dweight)
     return dx, dweight
