@@ -381,20 +381,29 @@ def _dq(
 _MOST = 65535  # programs along the second axis of a grid
 
 
+def unfetchable(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor
+) -> str | None:
+    """Why these offsets cannot be read, or these rows not fetched by TMA, or ``None``."""
+    if cu_q.numel() < 2 or cu_q.dtype is not torch.int32 or cu_k.dtype is not torch.int32:
+        return "offsets must be int32, of at least one sequence"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        aligned = x.data_ptr() % 16 == x.stride(0) % 8 == x.stride(1) % 8 == 0
+        if not x.shape[0]:
+            return f"{name} has no rows"
+        if not (aligned and x.stride(0) > 0 and x.stride(1) > 0 and x.stride(2) == 1):
+            return f"{name} with strides {x.stride()} cannot be fetched in boxes of 16 bytes"
+    return None
+
+
 def unusable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor) -> str | None:
     """Why the kernels below cannot serve these tensors, or ``None``."""
     group = q.shape[1] // k.shape[1]
     if q.dtype is not torch.bfloat16 or q.shape[2] != 128:
         return f"{q.dtype} heads of {q.shape[2]}; bfloat16 heads of 128 have kernels"
-    if cu_q.numel() < 2 or cu_q.dtype is not torch.int32 or cu_k.dtype is not torch.int32:
-        return "offsets must be int32, of at least one sequence"
     if max(q.shape[0] * group, k.shape[0]) // 128 + cu_q.numel() > _MOST:
         return "more tiles than one launch has"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        aligned = x.data_ptr() % 16 == x.stride(0) % 8 == x.stride(1) % 8 == 0
-        if not (aligned and x.stride(0) > 0 and x.stride(1) > 0 and x.stride(2) == 1):
-            return f"{name} with strides {x.stride()} cannot be fetched in boxes of 16 bytes"
-    return None
+    return unfetchable(q, k, v, cu_q, cu_k)
 
 
 def _descriptor(x: torch.Tensor, *block: int) -> TensorDescriptor:

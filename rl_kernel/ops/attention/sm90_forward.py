@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from rl_kernel.ops.attention.sm90_backward import _REGISTERS, _clear, _descriptor, _fetch, _find
+from rl_kernel.ops.attention.sm90_backward import _REGISTERS, _clear, _descriptor, _fetch, _find, unfetchable
 from rl_kernel.triton_utils import LN2, NEG_INF, device_guard, launch_row, options
 
 _KB = 128  # keys of a block of the contract
@@ -271,15 +271,7 @@ def unusable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tens
     """Why the kernel cannot serve these tensors, or ``None``."""
     if q.dtype is not torch.bfloat16 or q.shape[2] not in (64, 128):
         return f"{q.dtype} heads of {q.shape[2]}; bfloat16 heads of 64 and 128 have a kernel"
-    if cu_q.numel() < 2 or cu_q.dtype is not torch.int32 or cu_k.dtype is not torch.int32:
-        return "offsets must be int32, of at least one sequence"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        aligned = x.data_ptr() % 16 == x.stride(0) % 8 == x.stride(1) % 8 == 0
-        if not x.shape[0]:
-            return f"{name} has no rows"
-        if not (aligned and x.stride(0) > 0 and x.stride(1) > 0 and x.stride(2) == 1):
-            return f"{name} with strides {x.stride()} cannot be fetched in boxes of 16 bytes"
-    return None
+    return unfetchable(q, k, v, cu_q, cu_k)
 
 
 def forward(
