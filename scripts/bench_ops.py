@@ -3,11 +3,11 @@
     python scripts/bench_ops.py --out reports/gpu_operators_h200 [--only linear,attention,...]
     python scripts/bench_ops.py --out reports/gpu_operators_h200 --join A.json B.json   # tables of parts, into one
 
-Writes OUT.json and OUT.md. Every row names an operator, a shape, a backend, its time, what it is compared with, and the
-limit; the status is ``pass``, ``failure`` (slower than the limit), ``measured`` (no limit stated), ``oom`` or
-``blocked`` (with the reason). References are what a user would run: default cuBLAS in a process of its own,
-FlashAttention-3 if this machine has it, torch elsewhere, and for memory-bound operators the time to move their bytes at
-the copy bandwidth of a gigabyte.
+Writes OUT.json and OUT.md after every part; ended by SIGTERM (``timeout``), it writes what it has. Every row names an
+operator, a shape, a backend, its time, what it is compared with, and the limit; the status is ``pass``, ``failure``
+(slower than the limit), ``measured`` (no limit stated), ``oom`` or ``blocked`` (with the reason). References are what a
+user would run: default cuBLAS in a process of its own, FlashAttention-3 if this machine has it, torch elsewhere, and
+for memory-bound operators the time to move their bytes at the copy bandwidth of a gigabyte.
 
 Times are the smaller of the medians of two passes of CUDA graph replays (linear_logp: one median of eager calls with
 gradients). The contenders of a row and their references take turns, so that a drift of the clock meets all of them;
@@ -24,6 +24,7 @@ import argparse
 import datetime
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -581,17 +582,24 @@ def warm(names: Sequence[str]) -> None:
     command = [sys.executable, __file__, "--warm"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     running = [subprocess.Popen([*command, *task], env=environment, stdout=subprocess.DEVNULL) for task in tasks]
-    for task, process in zip(tasks, running):
-        if process.wait():
-            print(f"warming {' '.join(task)} ended with {process.returncode}", flush=True)
+    try:
+        for task, process in zip(tasks, running):
+            if process.wait():
+                print(f"warming {' '.join(task)} ended with {process.returncode}", flush=True)
+    finally:
+        for process in running:
+            process.kill()
 
 
-def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    count: dict[str, int] = {}
+def summary(report: Mapping[str, Any]) -> Iterator[str]:
+    found, count = report["rows"], dict[str, int]()
     for row in found:
         count[row["status"]] = count.get(row["status"], 0) + 1
     yield "Rows: " + ", ".join(f"{n} {status}" for status, n in sorted(count.items())) + "."
     yield ""
+    if report.get("unfinished"):
+        yield "Parts that did not end: " + ", ".join(report["unfinished"]) + "."
+        yield ""
     late = [row for row in found if row["status"] not in ("pass", "measured")]
     if late:
         yield "Not within a stated limit:"
@@ -605,7 +613,7 @@ def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def markdown(report: Mapping[str, Any]) -> str:
     keys = ("command", "commit", "gpu", "torch", "triton", "date", "seconds")
     lines = ["# Operators on one GPU", "", *(f"- {key}: `{report[key]}`" for key in keys if key in report), ""]
-    lines += summary(report["rows"])
+    lines += summary(report)
     lines += [(__doc__ or "").strip().split("\n\n")[-1].replace("\n", " ").replace("``", "`"), ""]
     lines += [
         "| op | shape | backend | us | reference | reference us | ratio | limit | status | second reference | ratio |",
@@ -628,7 +636,6 @@ def markdown(report: Mapping[str, Any]) -> str:
 def write(out: str, report: Mapping[str, Any]) -> None:
     Path(out + ".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     Path(out + ".md").write_text(markdown(report), encoding="utf-8")
-    print("\n".join(summary(report["rows"])))
 
 
 def join(out: str, files: Sequence[str]) -> None:
@@ -639,10 +646,12 @@ def join(out: str, files: Sequence[str]) -> None:
         raise SystemExit(f"--join: the parts are of different commits: {', '.join(sorted(commits))}")
     whole = {**parts[0], "command": "; ".join(part["command"] for part in parts)}
     whole["seconds"] = {name: value for part in parts for name, value in part["seconds"].items()}
+    whole["unfinished"] = [name for part in parts for name in part.get("unfinished", [])]
     whole["cublaslt"] = [part["cublaslt"] for part in parts]
     order = {name: i for i, name in enumerate(SECTIONS)}
     whole["rows"] = sorted((row for part in parts for row in part["rows"]), key=lambda row: order[row["section"]])
     write(out, whole)
+    print("\n".join(summary(whole)))
 
 
 def measure_all(args: argparse.Namespace) -> None:
@@ -659,21 +668,6 @@ def measure_all(args: argparse.Namespace) -> None:
     warming = args.warm
     torch.manual_seed(0)
     cublaslt.setup()
-    for name in names:
-        began, first = time.monotonic(), len(rows)
-        try:
-            SECTIONS[name]()
-        except Exception as error:  # noqa: BLE001 - the other parts of the table are worth having
-            row = {"op": name, "shape": "", "backend": "", "reference": "", "limit": None, "status": "blocked"}
-            add({**row, "reason": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"})
-        torch.cuda.empty_cache()
-        for row in rows[first:]:
-            row["section"] = name
-        seconds[name] = round(time.monotonic() - began, 1)
-        if not warming:
-            print(f"-- {name}: {seconds[name]} s", flush=True)
-    if warming:
-        return
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     report = {
         "command": " ".join(["python", *sys.argv]),
@@ -683,10 +677,33 @@ def measure_all(args: argparse.Namespace) -> None:
         "triton": sys.modules["triton"].__version__,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "seconds": seconds,
-        "cublaslt": cublaslt.report(),
+        "unfinished": list(names),
         "rows": rows,
     }
-    write(args.out, report)
+    for name in names:
+        began, first = time.monotonic(), len(rows)
+        try:
+            SECTIONS[name]()
+        except Exception as error:  # noqa: BLE001 - the other parts of the table are worth having
+            row = {"op": name, "shape": "", "backend": "", "reference": "", "limit": None, "status": "blocked"}
+            add({**row, "reason": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"})
+        else:
+            report["unfinished"].remove(name)
+        finally:
+            for row in rows[first:]:
+                row["section"] = name
+            seconds[name] = round(time.monotonic() - began, 1)
+            if not warming:
+                write(args.out, {**report, "cublaslt": cublaslt.report()})
+        torch.cuda.empty_cache()
+        if not warming:
+            print(f"-- {name}: {seconds[name]} s", flush=True)
+    if not warming:
+        print("\n".join(summary(report)))
+
+
+def stop(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def main() -> None:
@@ -710,6 +727,7 @@ def main() -> None:
     elif args.join:
         join(args.out, args.join)
     else:
+        signal.signal(signal.SIGTERM, stop)
         measure_all(args)
 
 

@@ -198,7 +198,8 @@ def elementwise_cases() -> Iterator[Case]:
             def run(residual: torch.Tensor | None = residual) -> torch.Tensor:
                 return norm.forward(x, w, 1e-6, residual)[0]
 
-            yield f"{op}/4096/1", ANY, {"block": block, "warps": warps}, run, run
+            for pdl in (0, 1, 2):
+                yield f"{op}/4096/1", ANY, {"block": block, "warps": warps, "pdl": pdl}, run, run
     q, head = torch.randn(8192, 32, 128, device="cuda").to(BF16), torch.randn(128, device="cuda").to(BF16)
     position, cache = torch.arange(8192, device="cuda"), torch.randn(8192, 128, device="cuda")
 
@@ -208,8 +209,15 @@ def elementwise_cases() -> Iterator[Case]:
     for tokens, block, warps in ((1, 2048, 4), (1, 4096, 4), (1, 1024, 1), (2, 512, 1), (4, 512, 1), (8, 512, 4)):
         row = {"tokens": tokens, "block": block, "warps": warps}
         yield "rope/128/1", ANY, row, lambda: rope.forward(q, position, cache), lambda: rope.forward(q, position, cache)
-    for tokens, rows, warps in ((1, 8, 1), (1, 4, 1), (1, 8, 2), (2, 8, 4)):
-        row = {"tokens": tokens, "rows": rows, "warps": warps, "least": 2048, "most": 6144 * warps}
+    for tokens, rows, warps, pdl in (
+        (1, 8, 1, 0),
+        (1, 8, 1, 1),
+        (1, 8, 1, 2),
+        (1, 4, 1, 2),
+        (1, 8, 2, 2),
+        (2, 8, 4, 2),
+    ):
+        row = {"tokens": tokens, "rows": rows, "warps": warps, "least": 2048, "most": 6144 * warps, "pdl": pdl}
         yield "qk_norm_rope/128/1", ANY, row, turned, turned
     g = torch.randn(8192, 24576, device="cuda").to(BF16)
     for block, warps in ((1024, 4), (2048, 4), (4096, 8), (1024, 2), (4096, 4)):
