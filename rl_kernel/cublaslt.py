@@ -33,6 +33,11 @@ class ShapeClass:
     n: int
     k: int
     out: str
+    algorithm: str = ""  # of cuBLASLt, by its attributes; empty: the library chooses
+
+
+class MissingAlgorithmError(Exception):
+    """This cuBLASLt does not have an algorithm that the launch table names."""
 
 
 _verdicts: dict[ShapeClass | str, str | None] = {}
@@ -90,10 +95,12 @@ def _letter(x: torch.Tensor) -> str:
     return "n" if x.stride(1) == 1 else "t"
 
 
-def shape_class(a: torch.Tensor, b: torch.Tensor, out: torch.dtype, accumulate: bool) -> ShapeClass:
+def shape_class(
+    a: torch.Tensor, b: torch.Tensor, out: torch.dtype, accumulate: bool, algorithm: str = ""
+) -> ShapeClass:
     """The class of ``a [M, K] @ b [K, N]``."""
     layouts = _letter(a) + _letter(b) + ("+" if accumulate else "")
-    return ShapeClass(layouts, bucket(a.shape[0]), b.shape[1], a.shape[1], str(out).removeprefix("torch."))
+    return ShapeClass(layouts, bucket(a.shape[0]), b.shape[1], a.shape[1], str(out).removeprefix("torch."), algorithm)
 
 
 def aligned(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -126,13 +133,16 @@ def trusted(
     library: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
     own: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
     accumulate: bool = False,
+    algorithm: str = "",
 ) -> bool:
     """Whether the library has the contract's bits for the class of ``a @ b``; probes the class at its first use.
+
+    A named ``algorithm`` is a class of its own; ``library`` raises :class:`MissingAlgorithmError` where there is none.
 
     The probe needs one host synchronisation, so it never runs inside CUDA graph capture: a class first met there is
     served by our own kernel (the same bits) and listed in :func:`report`.
     """
-    key = shape_class(a, b, out, accumulate)
+    key = shape_class(a, b, out, accumulate, algorithm)
     if not aligned(a, b):
         _unaligned.add(key)
         return False
@@ -147,18 +157,22 @@ def trusted(
     for m in rows:
         probe_a = _heavy_tailed(a, m)
         start = torch.randn((m, b.shape[1]), dtype=torch.float32, device=a.device) if accumulate else None
-        left = library(probe_a, probe_b, None if start is None else start.clone())
+        try:
+            left = library(probe_a, probe_b, None if start is None else start.clone())
+        except MissingAlgorithmError as error:
+            _verdicts[key] = str(error)
+            break
         right = own(probe_a, probe_b, start)
         view = torch.int32 if left.dtype == torch.float32 else torch.int16
         differing += int((left.view(view) != right.view(view)).sum())
         total += left.numel()
-    _verdicts[key] = None if differing == 0 else f"{differing} of {total} elements differ"
-    if differing:
-        warnings.warn(
-            f"cuBLASLt does not keep the contract for {key}: {_verdicts[key]}; this process uses the Triton kernel",
-            stacklevel=2,
-        )
-    return differing == 0
+    else:
+        _verdicts[key] = None if differing == 0 else f"{differing} of {total} elements differ"
+    reason = _verdicts[key]
+    if reason is not None:
+        instead = "the algorithm that cuBLASLt chooses" if algorithm else "the Triton kernel"
+        warnings.warn(f"cuBLASLt is not used for {key}: {reason}; this process uses {instead}", stacklevel=2)
+    return reason is None
 
 
 def replace(reasons: dict[str, str]) -> None:
@@ -216,12 +230,14 @@ def probe(
         exact: values of M that occur again and again (the sizes of CUDA graphs): each is a class of its own.
         segments, out_dtype: as the call sites pass them to ``linear``.
     """
-    from rl_kernel.ops.linear import library
+    from rl_kernel import registry
+    from rl_kernel.ops.linear import library, sm90
 
     exact = list(exact)
     _own_class.update(exact)
     rows = sorted({*rows, *exact})
     for weight in weights:
+        named = registry.resolve("linear", weight.device, weight.dtype).module is sm90
         x = None
         for m in rows:
             key = (tuple(weight.shape), m, segments, out_dtype)
@@ -231,4 +247,6 @@ def probe(
             if x is None:
                 x = torch.zeros((rows[-1], weight.shape[1]), dtype=weight.dtype, device=weight.device)
             library.matmul(x[:m], weight, segments=segments, out_dtype=out_dtype)
+            if named:
+                sm90.algorithm(x[:m], weight, segments, out_dtype)
     return report()

@@ -194,6 +194,19 @@ void few_rows_op(Tensor x, Tensor w, int64_t segments, int64_t rows, int64_t per
            {static_cast<int>(rows), static_cast<int>(per_processor), dependent}, stream_of(x));
 }
 
+void library_op(Tensor x, Tensor w, int64_t id, int64_t tile, int64_t swizzle, int64_t custom, int64_t stages, int64_t inner,
+                int64_t cluster, Tensor out) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  void* to = data<void>(out, "out", ScalarType::BFloat16);
+  STD_TORCH_CHECK(x.dim() == 2 && w.dim() == 2 && out.dim() == 2 && x.size(1) == w.size(1) && out.size(0) == x.size(0) &&
+                      out.size(1) == w.size(0) && out.numel() > 0 && x.size(1) > 0,
+                  "library: x [M, K], w [N, K], out [M, N], none of them empty");
+  const auto value = [](int64_t attribute) { return static_cast<uint32_t>(attribute); };
+  library_product(matrix(x, "x"), matrix(w, "w"), to,
+                  {static_cast<int>(id), value(tile), value(swizzle), value(custom), value(stages), value(inner), value(cluster)},
+                  static_cast<int>(x.get_device_index()), stream_of(x));
+}
+
 void segments_check(const Tensor& a, const Tensor& b, bool transposed, int64_t segments, int64_t parts, const Tensor& out) {
   const int64_t depth = b.size(transposed ? 0 : 1), columns = b.size(transposed ? 1 : 0);
   STD_TORCH_CHECK(a.size(1) == depth && out.dim() == 2 && out.size(0) == a.size(0) && out.size(1) == columns &&
@@ -269,6 +282,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
   m.def(
       "sm90_few_rows(Tensor x, Tensor w, int segments, int rows, int per_processor, bool dependent, Tensor(a!) out)"
       " -> ()");
+  m.def(
+      "sm90_library(Tensor x, Tensor w, int id, int tile, int swizzle, int custom, int stages, int inner, int cluster,"
+      " Tensor(a!) out) -> ()");
   m.def("sm90_segments(Tensor a, Tensor b, bool transposed, int segments, int parts, Tensor(a!) out) -> ()");
   m.def(
       "sm90_segments_wide(Tensor a, Tensor b, bool transposed, int segments, int parts, Tensor(a!) scratch,"
@@ -290,6 +306,7 @@ STABLE_TORCH_LIBRARY_IMPL(rlk, CUDA, m) {
   m.impl("sm90_tree_nodes", TORCH_BOX(&nodes_op));
   m.impl("sm90_finish", TORCH_BOX(&finish_op));
   m.impl("sm90_few_rows", TORCH_BOX(&few_rows_op));
+  m.impl("sm90_library", TORCH_BOX(&library_op));
   m.impl("sm90_segments", TORCH_BOX(&segments_op));
   m.impl("sm90_segments_wide", TORCH_BOX(&segments_wide_op));
   m.impl("sm90_exp", TORCH_BOX(&exp_op));

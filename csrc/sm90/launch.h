@@ -105,6 +105,13 @@ void segments(Matrix a, Matrix b, bool transposed, int count, int parts, void* o
 // The same by tiles of 128 x 256; scratch: 128 x 256 values for each processor and 4 segments.
 void segments_wide(Matrix a, Matrix b, bool transposed, int count, int parts, float* scratch, int64_t scratch_size, void* out,
                    bool wide, cudaStream_t stream);
+// An algorithm of cuBLASLt by its attributes (CUBLASLT_ALGO_CONFIG_).
+struct LibraryAlgorithm {
+  int id = 0;
+  uint32_t tile = 0, swizzle = 0, custom = 0, stages = 0, inner = 0, cluster = 0;
+};
+// bf16 out[M, N] = x[M, K] w[N, K]^T by that algorithm without split-K; throws where the library does not have it.
+void library_product(Matrix x, Matrix w, void* out, LibraryAlgorithm how, int device, cudaStream_t stream);
 // x *= *factor in bf16 arithmetic, not touched where the factor is 1.
 void scale(void* x, const float* factor, int64_t count, cudaStream_t stream);
 void elementwise(const float* x, float* y, int64_t count, bool logarithm, cudaStream_t stream);

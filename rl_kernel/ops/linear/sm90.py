@@ -10,10 +10,13 @@ Which kernel serves what is data, so speed alone changes with it. Rows of the la
   blocks a processor, and ``dependent``: whether the kernel may start while the one in front of it still runs. Such a
   launch prefetches weights into the L2, where later writes stay visible, and waits for all work in front of it before
   it reads or writes anything else, in streams and in graphs alike;
+* ``linear_library_NxK_sm90`` for one segment and bf16 results, by M: an algorithm of cuBLASLt by its attributes where
+  the library's own choice is slower (id 0: its own choice). Rows name single values of M, those that were measured;
 * ``linear_segments_sm90`` by tiles of 128 x 256: the longest segment that ``narrow`` and, if not, that ``wide`` serves.
 
 Bits: all kernels have the contract's. Each is compared with the Triton backend when this backend is first asked for;
-one that differs is not used (a warning, :func:`rl_kernel.cublaslt.report` and the fallback count name it).
+one that differs is not used (a warning, :func:`rl_kernel.cublaslt.report` and the fallback count name it). So it is
+with a named algorithm that differs or that the loaded cuBLASLt lacks; each is compared size by size, before its use.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from rl_kernel.triton_utils import has_launch_rows, launch_row
 __all__ = ["add_product", "dgrad", "matmul", "product", "supports", "wgrad"]
 
 FEW_ROWS = 64
+ALGORITHM = ("id", "tile", "swizzle", "custom", "stages", "inner", "cluster")
 uses_library = True
 
 
@@ -131,6 +135,40 @@ def _few_row(x: torch.Tensor, w: torch.Tensor, segments: int) -> dict[str, int] 
     return row if row["rows"] and f"few {tokens} rows {row['rows']}" not in _probe() else None
 
 
+def _by_algorithm(x: torch.Tensor, w: torch.Tensor, row: dict[str, int]) -> torch.Tensor:
+    out = torch.empty((x.shape[0], w.shape[0]), dtype=x.dtype, device=x.device)
+    try:
+        torch.ops.rlk.sm90_library(x, w, *(row[name] for name in ALGORITHM), out)
+    except RuntimeError as error:
+        if "no such algorithm" in str(error):
+            raise cublaslt.MissingAlgorithmError(str(error).splitlines()[0]) from error
+        raise
+    return out
+
+
+def algorithm(
+    x: torch.Tensor, w: torch.Tensor, segments: int = 1, out_dtype: torch.dtype | None = None
+) -> dict[str, int] | None:
+    """The row of the launch table that names an algorithm for ``x w^T``, probed; ``None``: the library chooses."""
+    (m, k), n = x.shape, w.shape[0]
+    table = f"linear_library_{n}x{k}_sm90"
+    if segments != 1 or m == 0 or out_dtype not in (None, torch.bfloat16) or not has_launch_rows(table):
+        return None
+    row = launch_row(table, m)
+    # Contiguous and aligned as the matrices it was measured with: other strides are other problems for the library.
+    if not row["id"] or not all(a.is_contiguous() and a.data_ptr() % 256 == 0 for a in (x, w)):
+        return None
+    known = cublaslt.trusted(
+        x,
+        w.t(),
+        torch.bfloat16,
+        lambda a, b, _: _by_algorithm(a, b.t(), row),
+        lambda a, b, _: own.multiply(a, b, out_dtype=torch.bfloat16),
+        algorithm=" ".join(f"{name} {row[name]}" for name in ALGORITHM),
+    )
+    return row if known else None
+
+
 def _kernel(a: torch.Tensor, b: torch.Tensor, columns: int, segments: int, parts: int) -> str | None:
     """The kernel for several segments and many rows, or ``None``."""
     m, k = a.shape
@@ -151,6 +189,9 @@ def matmul(
     few = _few_row(x, w, segments)
     kernel = None if few or x.shape[0] <= FEW_ROWS else _kernel(x, w, w.shape[0], segments, 1)
     if few is None and kernel is None:
+        row = algorithm(x, w, segments, out_dtype)
+        if row is not None:
+            return _by_algorithm(x, w, row)
         return library.matmul(x, w, segments=segments, out_dtype=out_dtype)
     out = torch.empty((x.shape[0], w.shape[0]), dtype=out_dtype or x.dtype, device=x.device)
     if few is not None:
