@@ -163,7 +163,7 @@ def verdict(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     if row["strict"] and len(set(row["weight_hash"])) != len(row["weight_hash"]):
         return "FAIL: an update changed no weight"
     if row["strict"] and row.get("fallback_count"):
-        return f"FAIL: {row['fallback_count']} kernels were replaced by slower ones (warnings in the logs, manifest.json)"
+        return f"FAIL: {row['fallback_count']} kernels were replaced by slower ones, which manifest.json names"
     kin = [other for other in rows if row["same"] and other["same"] == row["same"] and other["start"] == row["start"]]
     digests = {other["digest"] for other in kin if other["steps"]}
     if len(digests) > 1:
