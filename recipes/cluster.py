@@ -280,8 +280,7 @@ class Cluster:
         return self._sync(version)
 
     def _require_one_policy(self, version: int) -> None:
-        """Every copy of a trained parameter has the same bits. Ranks look at their own memory, without a collective: a
-        few milliseconds for 8B parameters on a GPU."""
+        """Every copy of a trained parameter has the same bits. Ranks read their own memory; there is no collective."""
         if len(self.train) == 1:
             return
         found = self._gather([(a, "replica_digests", ()) for a in self.train])

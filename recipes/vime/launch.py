@@ -120,11 +120,14 @@ def _ray(config: RunConfig) -> str | None:
 def _ports(config: RunConfig) -> str | None:
     address = config.orchestrator.ray_address
     if address is not None:
-        parts = urlsplit(address)
-        if parts.hostname is None:
+        try:
+            parts = urlsplit(address)
+            host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:  # a port that is no number
+            return f"orchestrator.ray_address={address}: {error}; it looks like http://127.0.0.1:8265"
+        if host is None:
             return f"orchestrator.ray_address={address} names no host; it looks like http://127.0.0.1:8265"
-        port = parts.port or 80
-        if not _listens(parts.hostname, port):
+        if not _listens(host, port):
             return f"nothing listens on orchestrator.ray_address={address}; start Ray there, or leave it null"
         return None
     taken = [f"{port} ({what})" for what, port in RAY_PORTS.items() if _listens("127.0.0.1", port)]
@@ -188,7 +191,7 @@ def prepare_prompts(config: RunConfig) -> Path:
             return target
         data = load_dataset(kind, data_files=path, split="train")
     else:  # a new revision on the hub, or other files in a folder, are other bytes in the cache
-        data = load_dataset(path, split=config.data.split)
+        data = load_dataset(path, split=config.data.split, keep_in_memory=False)
         target = arguments.prompts_path(config, _digest(Path(entry["filename"]) for entry in data.cache_files))
         if target.exists():
             return target

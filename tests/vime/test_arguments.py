@@ -157,6 +157,9 @@ def test_preflight_names_a_taken_port(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"port {port} (GCS) is taken" in str(CHECKS["ports"](config))
         config.orchestrator.ray_address = f"http://127.0.0.1:{port}"
         assert CHECKS["ports"](config) is None
+    for wrong in ("127.0.0.1:8265", "http://127.0.0.1:jobs"):
+        config.orchestrator.ray_address = wrong
+        assert "it looks like http://127.0.0.1:8265" in str(CHECKS["ports"](config))
     assert CHECKS["data set"](config) is None  # DAPO-Math-17k, by its name on the hub
 
 
