@@ -111,9 +111,12 @@ def test_finishes_with_zero_mismatches(clean):
 
 
 def test_backends_write_the_same_bytes(clean, cleans):
-    """Compares the second backend that is here with the first."""
-    first = next(iter(cleans.values()))
-    assert differing_keys(read_metrics(first), read_metrics(clean)) == []
+    """Whichever backend comes second is compared with the first."""
+    if len(cleans) < 2:
+        pytest.skip("the other backend has not run yet")
+    first, second = cleans.values()
+    assert clean in (first, second)
+    assert differing_keys(read_metrics(first), read_metrics(second)) == []
 
 
 def test_context_parallel_ranks_share_the_work(tmp_path):
