@@ -126,8 +126,11 @@ def _serve(pipe: Connection) -> None:
     while True:
         try:
             what, *parts = pipe.recv()
-        except EOFError:
-            os._exit(0)  # the test session is over
+        except (EOFError, KeyboardInterrupt):  # the tests are over; runs that are not have a terminal of their own
+            for pid in [pid for pid, code in children.items() if code is None]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            os._exit(0)
         if what == "start":
             pid = os.fork()
             if pid == 0:
