@@ -10,7 +10,6 @@
 #include "wgmma_narrow.cuh"
 
 #include <algorithm>
-#include <mutex>
 
 namespace rlk::sm90 {
 namespace {
@@ -195,15 +194,11 @@ __global__ void __launch_bounds__(kFewThreads) few_rows_kernel(const __grid_cons
 
 template <int Tokens, int RowsW, int Depth, bool Tree>
 void launch_few(FewRows task, Matrix x, Matrix w, int per_processor, cudaStream_t stream) {
-  static std::once_flag once;
-  static int processors = 0;
   constexpr int kStage = kBytesOfStage<Tokens, RowsW, Depth>;
   const auto kernel = few_rows_kernel<Tokens, RowsW, Depth, Tree>;
-  std::call_once(once, [&] {
-    int device = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
+  const int processors = once_a_device([kernel](int device) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared - 1024), "shared memory");
+    return processors_of(device);
   });
   task.w = tensor_map(w, 64, RowsW);
   task.x = tensor_map(x, 64, Tokens);

@@ -4,7 +4,6 @@
 #include "tensor_map.h"
 
 #include <algorithm>
-#include <mutex>
 
 namespace rlk::sm90 {
 
@@ -21,14 +20,10 @@ inline int64_t tiles(const Problem& problem) {
 
 template <int Kind, int Edge>
 void launch(const Params& params, cudaStream_t stream) {
-  static std::once_flag once;
-  static int processors = 0;
-  std::call_once(once, [] {
-    int device = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
+  const int processors = once_a_device([](int device) {
     check(cudaFuncSetAttribute(gemm_kernel<Kind, Edge>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared),
           "shared memory");
+    return processors_of(device);
   });
   int64_t count = 0;
   for (int i = 0; i < params.problems; ++i) count += tiles(params.problem[i]);

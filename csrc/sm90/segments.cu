@@ -9,7 +9,6 @@
 #include "tensor_map.h"
 
 #include <algorithm>
-#include <mutex>
 
 namespace rlk::sm90 {
 namespace {
@@ -239,13 +238,12 @@ __global__ void __cluster_dims__(kBlocksOfCluster, 1, 1) __launch_bounds__(kThre
 
 template <int Count, int TransposeB>
 void launch_segments(const Segments& task, cudaStream_t stream) {
-  static std::once_flag once;
-  static int most = 0;  // clusters that run at the same time
   cudaLaunchConfig_t config{};
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kBytesSegments<Count>;
   config.stream = stream;
-  std::call_once(once, [&] {
+  const int most = once_a_device([&](int) {  // clusters that run at the same time
+    int found = 0;
     check(cudaFuncSetAttribute(segments_kernel<Count, TransposeB>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                kBytesSegments<Count>),
           "shared memory");
@@ -257,8 +255,9 @@ void launch_segments(const Segments& task, cudaStream_t stream) {
     cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     query.attrs = &cluster;
     query.numAttrs = 1;
-    check(cudaOccupancyMaxActiveClusters(&most, segments_kernel<Count, TransposeB>, &query), "clusters at a time");
-    if (most < 1) throw std::runtime_error("segments: this GPU has no room for a cluster of 4 blocks");
+    check(cudaOccupancyMaxActiveClusters(&found, segments_kernel<Count, TransposeB>, &query), "clusters at a time");
+    if (found < 1) throw std::runtime_error("segments: this GPU has no room for a cluster of 4 blocks");
+    return found;
   });
   const int tiles_m = (task.rows + kSide - 1) / kSide, columns = (task.cols + 2 * kSide - 1) / (2 * kSide);
   const int count = tiles_m / 2 * columns + tiles_m % 2 * ((columns + 1) / 2);

@@ -8,7 +8,6 @@
 #include "tensor_map.h"
 
 #include <algorithm>
-#include <mutex>
 
 namespace rlk::sm90 {
 namespace {
@@ -242,14 +241,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1) 
 
 template <int Count, int TransposeB>
 void launch_wide(const Wide& task, int64_t scratch, cudaStream_t stream) {
-  static std::once_flag once;
-  static int processors = 0;
-  std::call_once(once, [] {
-    int device = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
+  const int processors = once_a_device([](int device) {
     check(cudaFuncSetAttribute(wide_kernel<Count, TransposeB>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesAll),
           "shared memory");
+    return processors_of(device);
   });
   const int tiles_m = (task.rows + kTileM - 1) / kTileM, columns = (task.cols + kTileN - 1) / kTileN;
   const int count = tiles_m / 2 * columns + tiles_m % 2 * ((columns + 1) / 2);
