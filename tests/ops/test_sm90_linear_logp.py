@@ -170,6 +170,19 @@ def test_token_loss_in_one_kernel_equals_torch(normalizer, entropy_weight, monke
         torch.testing.assert_close(results[0][1][name], metric, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_policy_loss_of_few_tokens_and_without_gradients(tokens):
+    h, w, t = operands(2, 128, 1000, 1000)
+    arguments = (t[:tokens], -torch.ones(tokens, device="cuda"), torch.ones(tokens, device="cuda"))
+    hidden, weight = h[:tokens].clone().requires_grad_(), w.clone().requires_grad_()
+    loss, values, metrics = linear_policy_loss(hidden, weight, *arguments, normalizer=3.0)
+    loss.backward()
+    with torch.no_grad():
+        alone, again, names = linear_policy_loss(hidden, weight, *arguments, normalizer=3.0)
+    assert_same([loss, values], [alone, again])
+    assert metrics.keys() == names.keys() and metrics["tokens"] == tokens and weight.grad.shape == w.shape
+
+
 def test_one_chain_of_tokens_in_chunks():
     h, w, t = operands(513, 1024, 2048, 2048)
     d = torch.randn(513, 2048, device="cuda").bfloat16()

@@ -102,7 +102,8 @@ def linear_policy_loss(
         return -(w * objective / scale).sum(), {name: value.detach() for name, value in metrics.items()}
 
     operands = (hidden_states, lm_head_weight)
-    if hidden_states.is_cuda and all(x.requires_grad for x in operands) and untraced(*operands, target_ids):
+    wanted = torch.is_grad_enabled() and all(x.requires_grad for x in operands)
+    if hidden_states.is_cuda and wanted and untraced(*operands, target_ids):
         module = resolve("linear_logp", hidden_states.device, hidden_states.dtype, backend).module
         if hasattr(module, "operator"):
             from rl_kernel.ops.linear_logp import sm90_schedules
@@ -123,7 +124,9 @@ def linear_policy_loss(
             weights = None if mask is None else mask.to(torch.float32)
             clip = (1.0 - clip_low, 1.0 + clip_high)
             scale = normalizer if normalizer is not None else shared()[2]
-            once = sm90_schedules.ClippedLoss.of(old_logp, advantages, weights, scale, clip, entropy_weight)
+            once = sm90_schedules.ClippedLoss.of(
+                old_logp, advantages, weights, scale, clip, entropy_weight, hidden_states.device
+            )
             return sm90_schedules.fused_loss(*operands, call, loss, once)
     out = linear_logp(
         *operands,

@@ -59,7 +59,7 @@ def matrix(x: torch.Tensor, name: str) -> torch.Tensor:
     """``x`` as the copy engine reads it: contiguous rows, 16-byte aligned."""
     if x.shape[1] % 8:
         raise ContractError(f"{name}: hidden size {x.shape[1]} must be a multiple of 8 for backend sm90; use triton")
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.stride(0) < x.shape[1] or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     return x
 

@@ -208,6 +208,11 @@ def _main_grad(weight: torch.Tensor) -> torch.Tensor:
             f"accumulate_main_grad: main_grad {found.dtype} {tuple(found.shape)} must be contiguous float32 of shape "
             f"{tuple(weight.shape)}"
         )
+    if found.device != weight.device or found.data_ptr() % 8:
+        raise ContractError(
+            f"accumulate_main_grad: main_grad on {found.device} must be on {weight.device} and start at a multiple of "
+            "8 bytes; an odd number of values lies in front of it in Megatron's buffer"
+        )
     return found
 
 
@@ -259,10 +264,11 @@ class ClippedLoss:
         scale: float | torch.Tensor,
         clip: tuple[float, float],
         entropy_weight: float,
+        device: torch.device,
     ) -> ClippedLoss | None:
         """``None`` where torch has to do it: other dtypes or devices, or inputs that want gradients."""
         tensors = [x for x in (old_logp, advantages, mask, scale) if isinstance(x, torch.Tensor)]
-        served = all(x.dtype == torch.float32 and x.is_cuda and not x.requires_grad for x in tensors)
+        served = all(x.dtype == torch.float32 and x.device == device and not x.requires_grad for x in tensors)
         if not served or os.environ.get("RLK_SM90_TOKEN_LOSS") == "0":
             return None
         if isinstance(scale, torch.Tensor):
@@ -324,7 +330,7 @@ class _FusedLoss(torch.autograd.Function):
         if not tokens:
             ctx.gradients = torch.zeros_like(hidden, memory_format=torch.contiguous_format), dw
             result["logp"] = out[0]
-            return value
+            return _loss_gradients(out, slice(None), loss, result)[0]
         step = _chunk_rows(call, tokens, width)
         if step >= tokens:
             out, slots, stats, whole = call.forward_all(hidden, weight, True)
