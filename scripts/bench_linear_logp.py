@@ -3,7 +3,10 @@
 
     python scripts/bench_linear_logp.py --out reports/linear_logp_sm90.json [--shapes T1,T3] [--no-compile]
 
-Each variant: 3 warm-up and 10 timed calls, CUDA events around each, median; the upstream gradient is one value a token.
+Each variant: 3 warm-up and 10 timed calls (2 and 6 from 10 ms a call on), CUDA events around each, median; the
+upstream gradient is one value a token. torch.compile comes last, after the other variants of all shapes: most of the
+time goes into its compilation. The report is written after every variant.
+
 Two methods: ``queued`` lets calls follow each other without waiting for the GPU in between, as a training step does
 (caches are not cleared: the weight alone is larger than the L2); ``latency`` waits after each call, so that the time of
 the CPU before the first kernel counts.
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -91,7 +95,10 @@ def gradients(function, h, w, g):
 
 
 def variants(h, w, t, g, compiled):
-    """name -> (forward, forward and backward, operations in THV of forward and backward)"""
+    """name -> (forward, forward and backward, operations in THV of forward and backward)
+
+    ``compiled``: only this one.
+    """
 
     def ours(mib: int):
         def logp(h, w):
@@ -115,7 +122,15 @@ def variants(h, w, t, g, compiled):
 
         return call
 
-    table = {
+    if compiled is not None:
+        return {
+            "torch.compile": (
+                forward(lambda h, w: compiled(h, w, t)),
+                lambda: gradients(lambda h, w: compiled(h, w, t), h, w, g),
+                6,
+            )
+        }
+    return {
         "kept": (forward(ours(8192)), lambda: gradients(ours(8192), h, w, g), 6),
         "recompute, 512 MiB": (None, lambda: gradients(ours(512 if h.shape[0] > 4000 else 64), h, w, g), 8),
         "fused policy loss, 512 MiB": (None, fused, 6),
@@ -125,13 +140,6 @@ def variants(h, w, t, g, compiled):
             6,
         ),
     }
-    if compiled is not None:
-        table["torch.compile"] = (
-            forward(lambda h, w: compiled(h, w, t)),
-            lambda: gradients(lambda h, w: compiled(h, w, t), h, w, g),
-            6,
-        )
-    return table
 
 
 def cublas_rate() -> float:
@@ -140,7 +148,7 @@ def cublas_rate() -> float:
     return 2 * 8192**3 / timed(lambda: torch.mm(a, b), 3, 12) / 1e9
 
 
-def library_products(h: torch.Tensor, w: torch.Tensor, rest: float) -> tuple[float, float]:
+def library_products(h: torch.Tensor, w: torch.Tensor, rest: float, counts: tuple[int, int]) -> tuple[float, float]:
     """Milliseconds of the product that gives logits, and of the three of forward and backward."""
     with torch.no_grad():
         x = torch.empty(h.shape[0], w.shape[0], device="cuda", dtype=torch.bfloat16)
@@ -156,12 +164,59 @@ def library_products(h: torch.Tensor, w: torch.Tensor, rest: float) -> tuple[flo
 
         both()
         time.sleep(rest)
-        one = timed(forward, wait=False)
+        one = timed(forward, *counts, wait=False)
         time.sleep(rest)
-        return one, timed(both, wait=False)
+        return one, timed(both, *counts, wait=False)
+
+
+class Shape:
+    """Operands of one shape and what the roofline is there."""
+
+    def __init__(self, name: str, burst: float, rest: float) -> None:
+        self.name, self.rest = name, rest
+        tokens, hidden, vocabulary = SHAPES[name]
+        self.work = tokens * hidden * vocabulary / 1e9
+        self.counts = (2, 6) if self.work > 1200 else (3, 10)  # warm-up and timed calls
+        self.h, self.w, self.t, self.g = inputs(tokens, hidden, vocabulary)
+        self.h.requires_grad_(), self.w.requires_grad_()
+        self.library = one, three = library_products(self.h, self.w, rest, self.counts)
+        self.rates = {"burst": burst, "library": 6 * self.work / three}
+        self.rates_forward = {"burst": burst, "library": 2 * self.work / one}
+        print(f"\n{name} {tokens} x {hidden} x {vocabulary}: 2/6/8 THV at {burst:.0f} TFLOP/s "
+              f"{2 * self.work / burst:.2f} / {6 * self.work / burst:.2f} / {8 * self.work / burst:.2f} ms; library "
+              f"products {one:.2f}, three {three:.2f} ms = {self.rates_forward['library']:.0f}, "
+              f"{self.rates['library']:.0f} TFLOP/s")  # fmt: skip
+
+    def measure(self, variant: str, forward, both, operations: int) -> dict:
+        torch.cuda.empty_cache()
+        row = {"shape": self.name, "variant": variant, "operations": operations, "repeats": self.counts[1],
+               "library_ms": round(self.library[1], 3), "library_forward_ms": round(self.library[0], 3)}  # fmt: skip
+        both()  # compiles
+        row["peak_mib"] = peak_mib(both)
+        for part, call, at, count in (
+            ("both", both, self.rates, operations),
+            ("forward", forward, self.rates_forward, 2),
+        ):
+            if call is None:
+                continue
+            call()
+            for method in ("queued", "latency"):
+                torch.cuda.synchronize()
+                time.sleep(self.rest)  # the same rest for all: a hot card runs slower
+                ms = timed(call, *self.counts, wait=method == "latency")
+                row[f"{part}_{method}_ms"] = round(ms, 3)
+                row |= {f"{part}_{method}_of_{of}": round(ms * r / (count * self.work), 3) for of, r in at.items()}
+        line = "  ".join(
+            f"{part} {method} {row[f'{part}_{method}_ms']:.3f} ({row[f'{part}_{method}_of_burst']:.3f}, "
+            f"{row[f'{part}_{method}_of_library']:.3f})"
+            for part in ("forward", "both") for method in ("queued", "latency") if f"{part}_{method}_ms" in row
+        )  # fmt: skip
+        print(f"  {variant:28s} {line}  peak {row['peak_mib']:.0f} MiB", flush=True)
+        return row
 
 
 def main() -> None:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
     parser.add_argument("--shapes", default=",".join(SHAPES))
@@ -170,48 +225,31 @@ def main() -> None:
     args = parser.parse_args()
     rate = cublas_rate()
     card = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
-                          capture_output=True, text=True).stdout.strip()  # fmt: skip
-    report = {"card": card, "torch": torch.__version__, "cublas_tflops": round(rate, 1), "rows": []}
+                          capture_output=True, text=True).stdout.strip().splitlines()  # fmt: skip
+    gpu = card[0] if card else torch.cuda.get_device_name()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
+    report = {
+        "card": gpu,
+        "torch": torch.__version__,
+        "commit": commit.strip() or os.environ.get("RLK_COMMIT", "unknown"),
+        "rest_s": args.rest,
+        "cublas_tflops": round(rate, 1),
+        "seconds": 0.0,
+        "rows": [],
+    }
     chosen = registry.resolve("linear_logp", torch.device("cuda"), torch.bfloat16).backend
-    print(f"{card}, torch {torch.__version__}, cuBLAS {rate:.0f} TFLOP/s, backend {chosen}")
+    print(f"{gpu}, torch {torch.__version__}, cuBLAS {rate:.0f} TFLOP/s, backend {chosen}")
     print("ms (ratio to the roofline at the burst rate, at the rate of the library products)")
     torch._dynamo.config.recompile_limit = 64
-    compiled = None if args.no_compile else torch.compile(eager, dynamic=False)
-    for name in args.shapes.split(","):
-        tokens, hidden, vocabulary = SHAPES[name]
-        h, w, t, g = inputs(tokens, hidden, vocabulary)
-        h.requires_grad_(), w.requires_grad_()
-        work = tokens * hidden * vocabulary / 1e9
-        one, three = library_products(h, w, args.rest)
-        rates = {"burst": rate, "library": 6 * work / three}
-        rates_forward = {"burst": rate, "library": 2 * work / one}
-        print(f"\n{name} {tokens} x {hidden} x {vocabulary}: 2/6/8 THV at {rate:.0f} TFLOP/s {2 * work / rate:.2f} / "
-              f"{6 * work / rate:.2f} / {8 * work / rate:.2f} ms; library products {one:.2f}, three {three:.2f} ms = "
-              f"{rates_forward['library']:.0f}, {rates['library']:.0f} TFLOP/s")  # fmt: skip
-        for variant, (forward, both, operations) in variants(h, w, t, g, compiled).items():
-            torch.cuda.empty_cache()
-            row = {"shape": name, "variant": variant, "operations": operations, "library_ms": round(three, 3),
-                   "library_forward_ms": round(one, 3)}  # fmt: skip
-            both()  # compiles
-            row["peak_mib"] = peak_mib(both)
-            for part, call, at, count in (("both", both, rates, operations), ("forward", forward, rates_forward, 2)):
-                if call is None:
-                    continue
-                call()
-                for method in ("queued", "latency"):
-                    time.sleep(args.rest)  # the same rest for all: a hot card runs slower
-                    row[f"{part}_{method}_ms"] = ms = timed(call, wait=method == "latency")
-                    row |= {f"{part}_{method}_of_{of}": round(ms * r / (count * work), 3) for of, r in at.items()}
-                    row[f"{part}_{method}_ms"] = round(ms, 3)
-            report["rows"].append(row)
-            line = "  ".join(
-                f"{part} {method} {row[f'{part}_{method}_ms']:.3f} ({row[f'{part}_{method}_of_burst']:.3f}, "
-                f"{row[f'{part}_{method}_of_library']:.3f})"
-                for part in ("forward", "both") for method in ("queued", "latency") if f"{part}_{method}_ms" in row
-            )  # fmt: skip
-            print(f"  {variant:28s} {line}  peak {row['peak_mib']:.0f} MiB", flush=True)
-        del h, w, t, g
-        Path(args.out).write_text(json.dumps(report, indent=1), encoding="utf-8")
+    for compiled in (None,) if args.no_compile else (None, torch.compile(eager, dynamic=False)):
+        for name in args.shapes.split(","):
+            shape = Shape(name, rate, args.rest)
+            for variant, calls in variants(shape.h, shape.w, shape.t, shape.g, compiled).items():
+                report["rows"].append(shape.measure(variant, *calls))
+                report["seconds"] = round(time.monotonic() - began, 1)
+                Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            print(f"  {report['seconds']:.0f} s since the start", flush=True)
+            del shape
 
 
 if __name__ == "__main__":
