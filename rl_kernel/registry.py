@@ -17,7 +17,6 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import os
 import sys
 from dataclasses import dataclass
 from types import ModuleType
@@ -53,18 +52,6 @@ FAST_ORDER = {
 }
 # Keys of resolved() that hold a sentence, not a backend.
 REMARKS = ("cublaslt", "collectives transport", "attention")
-
-
-def _opt_in(all_of_them: frozenset[str]) -> set[str]:
-    chosen = {name.strip() for name in os.environ.get("RLK_BACKENDS", "").split(",")} - {""}
-    if chosen - all_of_them:
-        unknown = ", ".join(sorted(chosen - all_of_them))
-        raise ContractError(f"RLK_BACKENDS names {unknown}; known: {', '.join(sorted(all_of_them)) or 'none'}")
-    return set(all_of_them - chosen)
-
-
-# Backends that "auto" leaves out, as "op.backend"; backend="..." still selects them, and RLK_BACKENDS lets "auto" too.
-OPT_IN = _opt_in(frozenset())
 ALL_BACKENDS = ("sm90", "library", "triton", "native", "reference", "torch")
 
 
@@ -163,8 +150,6 @@ def _resolve(request: Request, backend: str, mode: str) -> Choice:
         order = (FAST_ORDER if mode == "fast" else STRICT_ORDER)[request.family]
     passed: list[tuple[str, str]] = []
     for name in order:
-        if f"{request.op}.{name}" in OPT_IN:
-            continue
         found = _check(request, name)
         if isinstance(found, ModuleType):
             # A missing file is a gap of the package, not of this machine: only the latter counts as a fallback.

@@ -36,11 +36,12 @@ operators >"$log" 2>&1 &
 lane=$!
 set +m
 trap 'kill -- "-$lane" 2>/dev/null || true' EXIT
+trap 'exit 130' INT # pytest ends by itself after Ctrl-C: without, this script would go on and wait for the other lane
 step "engines and loop"
-failed=0
-"${tests[@]}" tests/engines tests/recipes --ignore="$processes" || failed=1
+failed=
+"${tests[@]}" tests/engines tests/recipes --ignore="$processes" || failed+="; engines and loop (above the log of the others)"
 step "types, operators, processes: waiting for the end"
-wait "$lane" || failed=1
+wait "$lane" || failed+="; types, operators or processes (build/test-operators.log)"
 cat "$log"
-step "done"
-exit "$failed"
+if [ -n "$failed" ]; then step "FAILED: ${failed#; }"; exit 1; fi
+step "all passed"

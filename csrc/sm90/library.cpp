@@ -95,8 +95,12 @@ Plan make(const Library& library, int device, const Matrix& x, const Matrix& w, 
   // INNER_SHAPE_ID 7 and CLUSTER_SHAPE_ID 8 (both 16 bits). The check below judges all of them together.
   const uint32_t wide[] = {how.tile, 1, 0, how.swizzle, how.custom, how.stages};
   const uint16_t narrow[] = {static_cast<uint16_t>(how.inner), static_cast<uint16_t>(how.cluster)};
-  for (int i = 0; i < 6; ++i) library.set(&plan.algorithm, 1 + i, &wide[i], sizeof wide[i]);
-  for (int i = 0; i < 2; ++i) library.set(&plan.algorithm, 7 + i, &narrow[i], sizeof narrow[i]);
+  for (int i = 0; i < 6; ++i) {
+    if (library.set(&plan.algorithm, 1 + i, &wide[i], sizeof wide[i]) != 0) return plan;
+  }
+  for (int i = 0; i < 2; ++i) {
+    if (library.set(&plan.algorithm, 7 + i, &narrow[i], sizeof narrow[i]) != 0) return plan;
+  }
   Heuristic answer{};
   plan.usable = library.check(plan.handle, plan.desc, plan.w, plan.x, plan.out, plan.out, &plan.algorithm, &answer) == 0 &&
                 answer.workspace == 0;

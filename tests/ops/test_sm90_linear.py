@@ -159,8 +159,7 @@ def test_kernels_that_start_early_see_what_is_in_front_of_them(graphed):
         for i in range(steps):
             w.copy_(fresh[i % 3])
             buffer.copy_(y)
-            buffer.copy_(sm90.matmul(buffer, w))
-            y = sm90.matmul(buffer, w)
+            y = sm90.matmul(sm90.matmul(buffer, w), w)  # the second starts while the first, which it reads, ends
             results.append(y)
         return results
 
@@ -207,3 +206,15 @@ def test_chosen_by_default():
     x = torch.zeros(1, device="cuda")
     found = registry.resolve("linear", x.device, BF16)
     assert found.module is sm90 and not found.passed_over and not sm90._probe()
+
+
+def test_probe_holds_under_another_default_dtype():
+    """Engines resolve operators while they build a model, with bfloat16 as the default."""
+    sm90._probe.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert not sm90._probe()
+    finally:
+        torch.set_default_dtype(before)
+        sm90._probe.cache_clear()

@@ -388,8 +388,6 @@ def prepare(group: dist.ProcessGroup | None, max_bytes: int | None = None) -> bo
     group = plain(group)
     if not torch.cuda.is_available() or group is None or group.size() == 1:
         return False
-    for gone in [name for name, entry in _known.items() if entry.group() is None]:
-        del _known[gone]  # with its memory
     known = _known.get(group.group_name)
     if known is not None and known.group() is group:
         return known.peers is not None
@@ -414,7 +412,11 @@ def prepare(group: dist.ProcessGroup | None, max_bytes: int | None = None) -> bo
     except ContractError as error:
         asked = str(error)
     names = [f"rank {dist.get_global_rank(group, rank)}" for rank in range(ranks)]
+    if _known:
+        torch.cuda.synchronize()  # no kernel of ours reads a peer's memory any more when the peers have our settings
     settings = _require_same(exchange(asked), names)
+    for gone in [name for name, entry in _known.items() if entry.group() is None]:
+        del _known[gone]  # with its memory
     choice, size = settings["RLK_COLLECTIVES"], settings["RLK_COLLECTIVES_BUFFER_MIB"] << 20
     if max_bytes is not None:
         size = min(size, max(16 << 20, 1 << (8 * max(1, max_bytes) - 1).bit_length()))

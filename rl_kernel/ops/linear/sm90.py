@@ -82,13 +82,16 @@ def _probe() -> frozenset[str]:
     """Kernels whose bits differ from the Triton backend's, compared once a process: "few 8 rows 32", "wide", ..."""
     generator = torch.Generator(device="cuda").manual_seed(0)
 
+    def empty(*shape: int) -> torch.Tensor:  # engines build their models under another default dtype
+        return torch.empty(shape, dtype=torch.float32, device="cuda")
+
     def heavy(*shape: int) -> torch.Tensor:
-        x = torch.randn(shape, device="cuda", generator=generator)
-        return (x * torch.randn(shape, device="cuda", generator=generator).exp_()).bfloat16()
+        x, y = (torch.randn(shape, dtype=torch.float32, device="cuda", generator=generator) for _ in range(2))
+        return (x * y.exp_()).bfloat16()
 
     def expected(a: torch.Tensor, b: torch.Tensor, segments: int) -> torch.Tensor:
         size = a.shape[1] // segments
-        leaves = [torch.empty(a.shape[0], b.shape[1], device="cuda") for _ in range(segments)]
+        leaves = [empty(a.shape[0], b.shape[1]) for _ in range(segments)]
         for s, leaf in enumerate(leaves):
             k = slice(s * size, s * size + size)
             own.multiply_as(launch_row("linear", FEW_ROWS), a[:, k], b[k], leaf)
@@ -105,14 +108,14 @@ def _probe() -> frozenset[str]:
         x = heavy(m, 2048)
         for segments, rows in ((1, 32), (1, 64), (2, 32), (8, 32)):
             how = {"rows": rows, "per_processor": 1, "dependent": 0}
-            found = _few(x, w, torch.empty(m, 272, device="cuda"), segments, how)
+            found = _few(x, w, empty(m, 272), segments, how)
             compare(f"few {m} rows {rows}", found, expected(x, w.t(), segments))
     a, w = heavy(200, 1024), heavy(528, 1024)
     for transposed, b in ((False, w), (True, w.t().contiguous())):
         for segments in (2, 4, 8):
             right = expected(a, w.t(), segments)
             for name, run in _SEGMENTED.items():
-                found = torch.empty(200, 528, device="cuda")
+                found = empty(200, 528)
                 run(a, b, found, transposed, segments, 1)
                 compare(name, found, right)
     bad = {name: count for name, count in counts.items() if count}
