@@ -12,6 +12,8 @@ Nothing promises that, so three things stand between the library and a result:
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -80,6 +82,19 @@ def setup() -> str | None:
         return f"torch cannot prefer cuBLASLt: {error}"
     _done = True
     return None
+
+
+@functools.cache
+def version() -> int | None:
+    """cuBLASLt's number (13.1.0 is 130100) of the library that torch has loaded; ``None`` where there is none."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+        library.cublasLtGetVersion.restype = ctypes.c_size_t
+        return int(library.cublasLtGetVersion())
+    except (OSError, AttributeError):
+        return None
 
 
 def bucket(m: int) -> int:

@@ -37,6 +37,9 @@ from rl_kernel.triton_utils import has_launch_rows, launch_row
 __all__ = ["add_product", "dgrad", "matmul", "product", "supports", "wgrad"]
 
 FEW_ROWS = 64
+# The launch table's numbers of algorithms are those of cuBLASLt 13.1. Elsewhere they may mean nothing, and what the
+# library does with a tile that it does not have is to end the process (SIGFPE in cublasLtMatmulAlgoCheck).
+ALGORITHM_VERSION = 1301
 ALGORITHM = ("id", "tile", "swizzle", "custom", "stages", "inner", "cluster")
 uses_library = True
 
@@ -156,6 +159,8 @@ def algorithm(
     (m, k), n = x.shape, w.shape[0]
     table = f"linear_library_{n}x{k}_sm90"
     if segments != 1 or m == 0 or out_dtype not in (None, torch.bfloat16) or not has_launch_rows(table):
+        return None
+    if (cublaslt.version() or 0) // 100 != ALGORITHM_VERSION:
         return None
     row = launch_row(table, m)
     # Contiguous and aligned as the matrices it was measured with: other strides are other problems for the library.

@@ -275,7 +275,7 @@ def backward(
         if rows:
             launch = launch_row("rms_norm_backward", h)
             _backward[(blocks,)](
-                dy, dres, x, weight, rstd.reshape(-1), dx, partial, rows, x.stride(0),
+                dy, dres, x, weight, rstd.reshape(-1).contiguous(), dx, partial, rows, x.stride(0),
                 h, p, ROWS_A_PARTIAL, launch["rows"], h == p and rows % ROWS_A_PARTIAL == 0, dres is not None,
                 **options(launch["warps"]),
             )  # fmt: skip
