@@ -90,7 +90,8 @@ def version() -> int | None:
     if torch.version.cuda is None:
         return None
     try:
-        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+        name = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
+        library = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)  # torch's own, never another of the system
         library.cublasLtGetVersion.restype = ctypes.c_size_t
         return int(library.cublasLtGetVersion())
     except (OSError, AttributeError):

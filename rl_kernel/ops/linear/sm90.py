@@ -11,7 +11,8 @@ Which kernel serves what is data, so speed alone changes with it. Rows of the la
   launch prefetches weights into the L2, where later writes stay visible, and waits for all work in front of it before
   it reads or writes anything else, in streams and in graphs alike;
 * ``linear_library_NxK_sm90`` for one segment and bf16 results, by M: an algorithm of cuBLASLt by its attributes where
-  the library's own choice is slower (id 0: its own choice). Rows name single values of M, those that were measured;
+  the library's own choice is slower (id 0: its own choice). Rows name single values of M, those that were
+  measured, and serve cuBLASLt 13.1 alone: with another version the library chooses, which is slower at these sizes and nothing else;
 * ``linear_segments_sm90`` by tiles of 128 x 256: the longest segment that ``narrow`` and, if not, that ``wide`` serves.
 
 Bits: all kernels have the contract's. Each is compared with the Triton backend when this backend is first asked for;
@@ -37,8 +38,8 @@ from rl_kernel.triton_utils import has_launch_rows, launch_row
 __all__ = ["add_product", "dgrad", "matmul", "product", "supports", "wgrad"]
 
 FEW_ROWS = 64
-# The launch table's numbers of algorithms are those of cuBLASLt 13.1. Elsewhere they may mean nothing, and what the
-# library does with a tile that it does not have is to end the process (SIGFPE in cublasLtMatmulAlgoCheck).
+# The launch table's numbers of algorithms are those of cuBLASLt 13.1. Elsewhere they may mean nothing, and a tile that
+# the library does not have has been seen to end the process (SIGFPE inside the library).
 ALGORITHM_VERSION = 1301
 ALGORITHM = ("id", "tile", "swizzle", "custom", "stages", "inner", "cluster")
 uses_library = True
