@@ -12,7 +12,7 @@ Which kernel serves what is data, so speed alone changes with it. Rows of the la
   it reads or writes anything else, in streams and in graphs alike;
 * ``linear_library_NxK_sm90`` for one segment and bf16 results, by M: an algorithm of cuBLASLt by its attributes where
   the library's own choice is slower (id 0: its own choice). Rows name single values of M, those that were
-  measured, and serve cuBLASLt 13.1 alone: with another version the library chooses, which is slower at these sizes and nothing else;
+  measured, and serve cuBLASLt 13.1 alone: with another version the library chooses, slower at these sizes;
 * ``linear_segments_sm90`` by tiles of 128 x 256: the longest segment that ``narrow`` and, if not, that ``wide`` serves.
 
 Bits: all kernels have the contract's. Each is compared with the Triton backend when this backend is first asked for;
