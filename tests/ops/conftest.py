@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import subprocess
 
 import pytest
 
@@ -46,8 +47,23 @@ def one_gpu():
     pool.close()
 
 
+def _all_gpus() -> str:
+    """Numbers of the GPUs as the driver counts them, without starting CUDA in this process."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return ""
+    return ",".join(str(i) for i in range(len(listed.stdout.splitlines())))
+
+
 def pytest_configure(config):
-    """The real stderr, for what is said about a test that hangs."""
+    """The real stderr, for what is said about a test that hangs. RLK_SPREAD_WORKERS: a GPU for each worker, in turn."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if os.environ.get("RLK_SPREAD_WORKERS") and worker.startswith("gw"):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or _all_gpus()
+        if visible:
+            gpus = visible.split(",")
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker[2:]) % len(gpus)]
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is None:
         config.gpu_stderr = os.fdopen(os.dup(2), "w")

@@ -17,7 +17,8 @@ import rl_kernel
 from rl_kernel import triton_utils
 from rl_kernel.ops.sampling import reference
 from rl_kernel.ops.sampling.triton import weights_of
-from tests.ops.gpu_harness import Tally
+from tests.ops.gpu_harness import CASES, Tally, rng
+from tests.ops.gpu_harness import rows as random_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,6 +97,30 @@ def test_rows_do_not_notice_batch_or_launch(seed):
         ):
             for a, b in zip(together, rl_kernel.sample(x, uniforms, temperature)):
                 tally.equal(a, b, "launch", (chunk, warps))
+    tally.done()
+
+
+def test_random_batches():
+    tally, source = Tally("sampling_random"), rng(51)
+    while tally.cases < CASES:
+        vocabulary = source.choice([VOCABULARY, 151669, 32000, 5000, 777, 128, 1])
+        count = random_rows(source, 64 if vocabulary > 50000 else 300)
+        scale = source.choice([0.1, 3.0, 30.0])
+        x, uniforms, temperature = batch(count, vocabulary, scale, seed=source.randrange(1 << 30))
+        temperature[torch.rand(count, device="cuda") < source.choice([0.0, 0.2])] = 0.0
+        together, what = rl_kernel.sample(x, uniforms, temperature), (count, vocabulary, scale)
+        expected = rl_kernel.logp(x, together.tokens, temperature=temperature.where(temperature > 0, 1.0))
+        tally.equal(together.lse[temperature > 0], expected.lse[temperature > 0], "lse of logp", what)
+        tally.equal(together.logp[temperature > 0], expected.logp[temperature > 0], "logp of logp", what)
+        begin = source.randrange(count)
+        part = slice(begin, min(count, begin + source.choice([1, 2, 17])))
+        launch = {"chunk": source.choice([128, 1024, 4096]), "warps": source.choice([1, 4, 8])}
+        with (
+            triton_utils.override_launch("sampling", launch),
+            triton_utils.override_launch("logp", {"leaves": source.choice([1, 16]), "warps": 4}),
+        ):
+            for a, b in zip(together, rl_kernel.sample(x[part].clone(), uniforms[part], temperature[part])):
+                tally.equal(a[part], b, "rows and launch", (*what, part, launch))
     tally.done()
 
 
