@@ -1,6 +1,6 @@
 // Kernels over rows of the vocabulary: merge of leaves, gradients in place, statistics of materialised logits.
 #include "arith.cuh"
-#include "launch.h"
+#include "dependent.cuh"
 #include "token_loss.h"
 
 #include <algorithm>
@@ -55,6 +55,14 @@ struct Carry {
   }
 };
 
+// What a leaf adds to l and u of its row.
+__device__ __forceinline__ float2 leaf_value(float leaf_max, float leaf_sum, float leaf_mean, float top) {
+  const float shift = __fsub_rn(leaf_max, top), scale = exp_(shift);
+  const float sum = __fmul_rn(leaf_sum, scale);  // no test for scale = 0: a NaN below the maximum must stay one
+  const float mean = scale != 0.0f ? __fmul_rn(scale, __fadd_rn(leaf_mean, __fmul_rn(shift, leaf_sum))) : 0.0f;
+  return make_float2(sum, mean);
+}
+
 // l and u of the leaves [begin, end) of one row, merged by a warp; every lane has the result.
 __device__ __forceinline__ float2 subtree(const Rows& rows, int64_t row, float top, int begin, int end) {
   const int lane = threadIdx.x % 32;
@@ -63,17 +71,12 @@ __device__ __forceinline__ float2 subtree(const Rows& rows, int64_t row, float t
   int count = 0;
   for (int first = begin; first < end; first += 32, ++count) {
     const int leaf = first + lane;
-    float sum = 0.0f, mean = 0.0f;
+    float2 value = make_float2(0.0f, 0.0f);
     if (leaf < end) {
-      const float leaf_sum = rows.leaf_sum[base + leaf], shift = __fsub_rn(rows.leaf_max[base + leaf], top);
-      const float scale = exp_(shift);
-      sum = __fmul_rn(leaf_sum, scale);  // no test for scale = 0: a NaN below the maximum must stay one
-      if (scale != 0.0f) {
-        mean = __fmul_rn(scale, __fadd_rn(rows.leaf_mean[base + leaf], __fmul_rn(shift, leaf_sum)));
-      }
+      value = leaf_value(rows.leaf_max[base + leaf], rows.leaf_sum[base + leaf], rows.leaf_mean[base + leaf], top);
     }
-    sums.push(tree_of_lanes(sum), count);
-    means.push(tree_of_lanes(mean), count);
+    sums.push(tree_of_lanes(value.x), count);
+    means.push(tree_of_lanes(value.y), count);
   }
   return make_float2(sums.finish(count), means.finish(count));
 }
@@ -96,16 +99,86 @@ __device__ __forceinline__ int64_t active_of(const int* active, int skipped, int
   return left < limit ? left : limit;
 }
 
-__global__ void merge_kernel(Rows rows, int64_t tokens, const int64_t* order, float* out, int64_t total) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
+constexpr int kMergeWarps = 4, kMergeThreads = 32 * kMergeWarps;
+constexpr int kMergeGroups = 5, kMergeLeaves = kMergeGroups * kMergeThreads;  // leaves at a time: of 32 each, five a warp
+constexpr int kMostGroups = 1024;
+
+// A block a row; the loads of its first 640 leaves are all in flight at once.
+__global__ void __launch_bounds__(kMergeThreads) merge_kernel(
+    Rows rows, int64_t tokens, const int64_t* order, float* out, int64_t total) {
+  __shared__ float2 groups[kMostGroups];  // subtrees of 32 leaves
+  __shared__ float tops[kMergeWarps];
+  await_previous();
+  let_next_start();
+  const int64_t row = blockIdx.x;
   if (row >= active_of(rows.active, rows.skipped, tokens)) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, leaves = rows.leaves, count = (leaves + 31) / 32;
+  const float *maxima = rows.leaf_max + row * leaves, *sums = rows.leaf_sum + row * leaves;
+  const float* means = rows.leaf_mean + row * leaves;
+  float target_logit = 0.0f;
+  int64_t to = row;
+  if (threadIdx.x == 0) {
+    target_logit = rows.target_logit[row];
+    if (order != nullptr) to = order[row];
+  }
+  float leaf_max[kMergeGroups], leaf_sum[kMergeGroups], leaf_mean[kMergeGroups];
+  auto load = [&](int first) {
+#pragma unroll
+    for (int g = 0; g < kMergeGroups; ++g) {
+      const int leaf = first + g * kMergeThreads + static_cast<int>(threadIdx.x);
+      leaf_max[g] = leaf < leaves ? maxima[leaf] : -INFINITY;
+      leaf_sum[g] = leaf < leaves ? sums[leaf] : 0.0f;
+      leaf_mean[g] = leaf < leaves ? means[leaf] : 0.0f;
+    }
+  };
+  load(0);
   float top = -INFINITY;
-  for (int leaf = lane; leaf < rows.leaves; leaf += 32) top = fmaxf(top, rows.leaf_max[row * rows.leaves + leaf]);
+#pragma unroll
+  for (int g = 0; g < kMergeGroups; ++g) top = fmaxf(top, leaf_max[g]);
+  for (int leaf = kMergeLeaves + static_cast<int>(threadIdx.x); leaf < leaves; leaf += kMergeThreads) {
+    top = fmaxf(top, maxima[leaf]);
+  }
 #pragma unroll
   for (int i = 1; i < 32; i *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
-  const float2 root = subtree(rows, row, top, 0, rows.leaves);
-  if (lane == 0) results<true>(root, top, rows.target_logit[row], out, total, order == nullptr ? row : order[row]);
+  if (lane == 0) tops[warp] = top;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kMergeWarps; ++i) top = fmaxf(top, tops[i]);
+
+  for (int first = 0;;) {
+#pragma unroll
+    for (int g = 0; g < kMergeGroups; ++g) {
+      const int group = first / 32 + g * kMergeWarps + warp;
+      if (group >= count) break;
+      const float2 leaf = first + g * kMergeThreads + static_cast<int>(threadIdx.x) < leaves
+          ? leaf_value(leaf_max[g], leaf_sum[g], leaf_mean[g], top)
+          : make_float2(0.0f, 0.0f);
+      const float2 subtree = make_float2(tree_of_lanes(leaf.x), tree_of_lanes(leaf.y));
+      if (lane == 0) groups[group] = subtree;
+    }
+    first += kMergeLeaves;
+    if (first >= leaves) break;
+    load(first);
+  }
+  __syncthreads();
+  if (warp > 0) return;
+  int width = 1, filled = count;  // +0.0 up to a power of two
+  while (width < count) width *= 2;
+  auto at = [&](int i) { return i < filled ? groups[i] : make_float2(0.0f, 0.0f); };
+  for (; width > 32; width /= 2, filled = width) {
+    for (int i = lane; i < width / 2; i += 32) {
+      const float2 left = at(2 * i), right = at(2 * i + 1);
+      __syncwarp();
+      groups[i] = make_float2(__fadd_rn(left.x, right.x), __fadd_rn(left.y, right.y));
+      __syncwarp();
+    }
+  }
+  float2 root = at(lane);
+  for (int i = 1; i < width; i *= 2) {
+    root.x = __fadd_rn(root.x, __shfl_xor_sync(~0u, root.x, i));
+    root.y = __fadd_rn(root.y, __shfl_xor_sync(~0u, root.y, i));
+  }
+  if (lane == 0) results<true>(root, top, target_logit, out, total, to);
 }
 
 __global__ void nodes_kernel(Rows rows, const float* m, const int* ranges, float* nodes, int64_t tokens) {
@@ -134,7 +207,9 @@ __global__ void finish_kernel(float* nodes, int slots, const int* merges, int co
   results<false>(node(count > 0 ? slots + count - 1 : root), m[row], target_logit[row], out, tokens, row);
 }
 
-__global__ void row_table_kernel(RowTable task) {
+__global__ void __launch_bounds__(128) row_table_kernel(RowTable task) {
+  await_previous();
+  let_next_start();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   for (int64_t i = row; i < task.zero_count; i += static_cast<int64_t>(gridDim.x) * blockDim.x) task.zeros[i] = 0;
   if (row >= active_of(task.active, task.skipped, task.tokens)) return;
@@ -152,24 +227,27 @@ __global__ void row_table_kernel(RowTable task) {
       make_float4(__fsub_rn(lse, logp), __fdiv_rn(g[2], temperature), __int_as_float(column), 0.0f);
 }
 
-constexpr int kRowsPerThread = 4, kChunksPerThread = 2;
+constexpr int kRowsPerThread = 4, kChunksPerThread = 2, kColumnsPerBlock = 2048 * kChunksPerThread;
 
-// Rows from the last active one on become zero up to a whole tile of k of the product over tokens.
+// Rows from the last active one on become zero up to a whole tile of k of the product over tokens. From the last columns to
+// the first: the product in front wrote the last ones last, they are still in the L2; the next one reads the first ones first.
 __global__ void __launch_bounds__(256) gradient_kernel(
-    Rows rows, __nv_bfloat16* data, int64_t tokens, int64_t stride, unsigned across) {
+    Rows rows, __nv_bfloat16* data, int64_t tokens, int stride, unsigned row_blocks, unsigned across) {
+  await_previous();
+  let_next_start();
   const int64_t active = active_of(rows.active, rows.skipped, tokens);
-  const int64_t first = static_cast<int64_t>(blockIdx.x / across) * kRowsPerThread, end = (active + 63) / 64 * 64;
+  const int64_t first = static_cast<int64_t>(blockIdx.x % row_blocks) * kRowsPerThread, end = (active + 63) / 64 * 64;
   if (first >= end) return;
-  int64_t column[kChunksPerThread];
+  const int begin = static_cast<int>(across - 1 - blockIdx.x / row_blocks) * kColumnsPerBlock + static_cast<int>(threadIdx.x) * 8;
   uint4 packed[kChunksPerThread][kRowsPerThread];
 #pragma unroll
   for (int c = 0; c < kChunksPerThread; ++c) {
-    column[c] = ((static_cast<int64_t>(blockIdx.x % across) * kChunksPerThread + c) * 256 + threadIdx.x) * 8;
+    const int column = begin + c * 2048;
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
       packed[c][r] = make_uint4(0, 0, 0, 0);
-      if (first + r < active && column[c] < stride) {
-        packed[c][r] = __ldcs(reinterpret_cast<const uint4*>(data + (first + r) * stride + column[c]));
+      if (first + r < active && column < stride) {
+        packed[c][r] = *reinterpret_cast<const uint4*>(data + (first + r) * stride + column);
       }
     }
   }
@@ -185,36 +263,61 @@ __global__ void __launch_bounds__(256) gradient_kernel(
     }
 #pragma unroll
     for (int c = 0; c < kChunksPerThread; ++c) {
-      if (column[c] >= stride) break;
+      const int column = begin + c * 2048;
+      if (column >= stride) break;
       if (row < active) {
-        const int leaf = static_cast<int>(column[c] / kLeaf);
-        const LeafGrad gradient = LeafGrad::of(__ldg(rows.leaf_max + row * rows.leaves + leaf), grad);
-        gradients_of_chunk(packed[c][r], target - column[c], gradient, grad);
+        const LeafGrad gradient = LeafGrad::of(__ldg(rows.leaf_max + row * rows.leaves + column / kLeaf), grad);
+        gradients_of_chunk(packed[c][r], target - column, gradient, grad);
       }
-      *reinterpret_cast<uint4*>(data + row * stride + column[c]) = packed[c][r];
+      *reinterpret_cast<uint4*>(data + row * stride + column) = packed[c][r];
     }
   }
 }
 
-constexpr int kPrepareRows = 32;
+constexpr int kPrepareLeast = 4, kPrepareMost = 32;                 // rows of a block
+constexpr int kPrepareBlocks = 528, kCopies = 8, kTargetsAhead = 8;  // four blocks a processor; loads of a thread in flight
 
 // Rows that take part move to the front, in order: their hidden states, targets, temperatures.
-__global__ void __launch_bounds__(256) prepare_kernel(Prepare task, int64_t chunks) {
+__global__ void __launch_bounds__(256) prepare_kernel(Prepare task, int each, unsigned chunks) {
   __shared__ int counts[2][kWarps];
-  __shared__ int slots[kPrepareRows];
+  __shared__ int slots[kPrepareMost];
+  await_previous();
+  let_next_start();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kPrepareRows;
-  int before = 0, total = 0;  // rows that take part, in front of this block's and in all
-  for (int64_t i = threadIdx.x; i < task.tokens; i += 256) {
-    const int takes_part = task.targets[i] != task.ignore;
-    total += takes_part;
-    before += i < first ? takes_part : 0;
-  }
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * each;
+  const int here = static_cast<int>(task.tokens - first < each ? task.tokens - first : each);
+  const unsigned copies = here * chunks;
+  const uint4* hidden = reinterpret_cast<const uint4*>(task.hidden.data) + first * (task.hidden.stride / 8);
+  uint4 ahead[kCopies];
+  // 16 bytes each. The first ones are on their way before it is known which of these rows take part.
+  auto load = [&](unsigned from) {
 #pragma unroll
-  for (int i = 16; i > 0; i /= 2) {
-    total += __shfl_xor_sync(~0u, total, i);
-    before += __shfl_xor_sync(~0u, before, i);
+    for (int i = 0; i < kCopies; ++i) {
+      const unsigned at = from + i * 256 + threadIdx.x, row = at / chunks;
+      if (at < copies && (from == 0 || slots[row] >= 0)) {
+        ahead[i] = __ldcs(hidden + row * (task.hidden.stride / 8) + (at - row * chunks));
+      }
+    }
+  };
+  load(0);
+  const int64_t row = first + lane;
+  const bool inside = warp == 0 && lane < here;
+  const int64_t target = inside ? task.targets[row] : task.ignore;
+  int before = 0, total = 0;  // rows that take part, in front of this block's and in all
+  for (int64_t from = threadIdx.x; from < task.tokens; from += 256 * kTargetsAhead) {
+    int64_t targets[kTargetsAhead];
+#pragma unroll
+    for (int i = 0; i < kTargetsAhead; ++i) {
+      targets[i] = from + i * 256 < task.tokens ? task.targets[from + i * 256] : task.ignore;
+    }
+#pragma unroll
+    for (int i = 0; i < kTargetsAhead; ++i) {
+      total += targets[i] != task.ignore;
+      before += targets[i] != task.ignore && from + i * 256 < first;
+    }
   }
+  total = __reduce_add_sync(~0u, total);
+  before = __reduce_add_sync(~0u, before);
   if (lane == 0) {
     counts[0][warp] = before;
     counts[1][warp] = total;
@@ -227,10 +330,7 @@ __global__ void __launch_bounds__(256) prepare_kernel(Prepare task, int64_t chun
     total += counts[1][i];
   }
   if (warp == 0) {
-    const int64_t row = first + lane;
-    const bool inside = row < task.tokens;
-    const int64_t target = inside ? task.targets[row] : task.ignore;
-    const bool takes_part = inside && target != task.ignore;
+    const bool takes_part = target != task.ignore;
     const unsigned mask = __ballot_sync(~0u, takes_part);
     const int rank = before + __popc(mask & ((1u << lane) - 1));
     const int64_t slot = takes_part ? rank : total + (row - rank);  // the others follow, in order
@@ -249,26 +349,29 @@ __global__ void __launch_bounds__(256) prepare_kernel(Prepare task, int64_t chun
   }
   if (blockIdx.x == 0 && threadIdx.x < task.counters) task.active[threadIdx.x] = threadIdx.x == 0 ? total : 0;
   __syncthreads();
-  const uint4* hidden = reinterpret_cast<const uint4*>(task.hidden.data);
   uint4* picked = reinterpret_cast<uint4*>(task.picked);
-  for (int i = warp; i < kPrepareRows; i += kWarps) {
-    const int slot = slots[i];
-    if (slot < 0) continue;
-    for (int64_t c = lane; c < chunks; c += 32) {
-      picked[slot * chunks + c] = __ldcs(hidden + (first + i) * (task.hidden.stride / 8) + c);
+  for (unsigned from = 0; from < copies; from += 256 * kCopies) {
+    if (from > 0) load(from);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const unsigned at = from + i * 256 + threadIdx.x, row_here = at / chunks;
+      if (at < copies && slots[row_here] >= 0) {
+        picked[static_cast<int64_t>(slots[row_here]) * chunks + (at - row_here * chunks)] = ahead[i];
+      }
     }
   }
-  if (blockIdx.x == gridDim.x - 1) {  // zeros after the last one, as far as a product over tokens reads
-    const int64_t end = (total + 63) / 64 * 64;
-    for (int64_t c = total * chunks + threadIdx.x; c < (end < task.tokens ? end : task.tokens) * chunks; c += 256) {
-      picked[c] = make_uint4(0, 0, 0, 0);
-    }
+  // Zeros after the last one, as far as a product over tokens reads.
+  const int64_t end = (total + 63) / 64 * 64, zeros = ((end < task.tokens ? end : task.tokens) - total) * chunks;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < zeros; i += static_cast<int64_t>(gridDim.x) * 256) {
+    picked[static_cast<int64_t>(total) * chunks + i] = make_uint4(0, 0, 0, 0);
   }
 }
 
 // out[row] = bf16(values[place[row]]), 0 where place is -1; 8 values a thread.
 __global__ void __launch_bounds__(256) place_kernel(
     const float* values, const int* place, __nv_bfloat16* out, int64_t rows, int64_t chunks) {
+  await_previous();
+  let_next_start();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   if (at >= rows * chunks) return;
   const int64_t row = at / chunks, from = place[row];
@@ -328,6 +431,8 @@ __global__ void elementwise_kernel(const float* x, float* y, int64_t count, bool
 
 // x *= bf16(*factor), rounded to bf16; nothing is read where the factor is 1. 8 values a thread and step.
 __global__ void __launch_bounds__(256) scale_kernel(__nv_bfloat16* x, const float* factor, int64_t count) {
+  await_previous();
+  let_next_start();
   const float by = __bfloat162float(__float2bfloat16_rn(*factor));
   if (by == 1.0f) return;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * 256, thread = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
@@ -344,6 +449,8 @@ __global__ void __launch_bounds__(256) scale_kernel(__nv_bfloat16* x, const floa
 }
 
 __global__ void __launch_bounds__(128) token_losses_kernel(TokenLosses task) {
+  await_previous();
+  let_next_start();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * 128 + threadIdx.x;
   if (row >= task.tokens) return;
   TokenLoss loss = task.loss;
@@ -366,27 +473,26 @@ unsigned blocks(int64_t count, int64_t each) { return static_cast<unsigned>((cou
 
 void merge(Rows rows, int64_t tokens, const int64_t* order, float* out, int64_t total, cudaStream_t stream) {
   if (tokens == 0) return;
-  merge_kernel<<<blocks(tokens, kWarps), kWarps * 32, 0, stream>>>(rows, tokens, order, out, total);
-  check_launch("merge of leaves");
+  if (rows.leaves > kMostGroups * 32) throw std::runtime_error("merge of leaves: at most 32768 leaves of 128 columns");
+  launch_dependent("merge of leaves", merge_kernel, blocks(tokens, 1), kMergeThreads, stream, rows, tokens, order, out, total);
 }
 
 void prepare(Prepare task, cudaStream_t stream) {
   if (task.tokens == 0) return;
-  prepare_kernel<<<blocks(task.tokens, kPrepareRows), 256, 0, stream>>>(task, task.hidden.cols / 8);
-  check_launch("rows that take part");
+  const int64_t each = std::clamp<int64_t>(blocks(task.tokens, kPrepareBlocks), kPrepareLeast, kPrepareMost);
+  launch_dependent("rows that take part", prepare_kernel, blocks(task.tokens, each), 256, stream, task,
+                   static_cast<int>(each), static_cast<unsigned>(task.hidden.cols / 8));
 }
 
 void row_table(RowTable task, cudaStream_t stream) {
   if (task.tokens == 0) return;
-  row_table_kernel<<<blocks(task.tokens, 128), 128, 0, stream>>>(task);
-  check_launch("gradients of rows");
+  launch_dependent("gradients of rows", row_table_kernel, blocks(task.tokens, 128), 128, stream, task);
 }
 
 void place_rows(const float* values, const int* place, Matrix out, cudaStream_t stream) {
   if (out.rows == 0 || out.cols == 0) return;
-  place_kernel<<<blocks(out.rows * (out.cols / 8), 256), 256, 0, stream>>>(
-      values, place, static_cast<__nv_bfloat16*>(out.data), out.rows, out.cols / 8);
-  check_launch("rounding of rows");
+  launch_dependent("rounding of rows", place_kernel, blocks(out.rows * (out.cols / 8), 256), 256, stream, values, place,
+                   static_cast<__nv_bfloat16*>(out.data), out.rows, out.cols / 8);
 }
 
 void tree_nodes(Rows rows, const float* m, const int* ranges, int count, float* nodes, int64_t tokens,
@@ -407,10 +513,9 @@ void finish(float* nodes, int slots, const int* merges, int count, int root, con
 
 void gradient_in_place(Rows rows, Matrix kept, cudaStream_t stream) {
   if (kept.rows == 0 || kept.stride == 0) return;
-  const unsigned across = blocks(kept.stride, 2048 * kChunksPerThread);
-  gradient_kernel<<<across * blocks(kept.rows, kRowsPerThread), 256, 0, stream>>>(
-      rows, static_cast<__nv_bfloat16*>(kept.data), kept.rows, kept.stride, across);
-  check_launch("gradient of kept logits");
+  const unsigned across = blocks(kept.stride, kColumnsPerBlock), row_blocks = blocks(kept.rows, kRowsPerThread);
+  launch_dependent("gradient of kept logits", gradient_kernel, across * row_blocks, 256, stream, rows,
+                   static_cast<__nv_bfloat16*>(kept.data), kept.rows, static_cast<int>(kept.stride), row_blocks, across);
 }
 
 void logits_statistics(Rows rows, Matrix logits, cudaStream_t stream) {
@@ -423,14 +528,13 @@ void logits_statistics(Rows rows, Matrix logits, cudaStream_t stream) {
 
 void scale(void* x, const float* factor, int64_t count, cudaStream_t stream) {
   if (count == 0) return;
-  scale_kernel<<<std::min(blocks(count, 2048), 1056u), 256, 0, stream>>>(static_cast<__nv_bfloat16*>(x), factor, count);
-  check_launch("scale of gradients");
+  launch_dependent("scale of gradients", scale_kernel, std::min(blocks(count, 2048), 1056u), 256, stream,
+                   static_cast<__nv_bfloat16*>(x), factor, count);
 }
 
 void token_losses(TokenLosses task, cudaStream_t stream) {
   if (task.tokens == 0) return;
-  token_losses_kernel<<<blocks(task.tokens, 128), 128, 0, stream>>>(task);
-  check_launch("losses of tokens");
+  launch_dependent("losses of tokens", token_losses_kernel, blocks(task.tokens, 128), 128, stream, task);
 }
 
 void elementwise(const float* x, float* y, int64_t count, bool logarithm, cudaStream_t stream) {
