@@ -15,7 +15,10 @@ from rl_kernel.triton_utils import NEG_INF, device_guard, divide, exp_, options
 LEAF = tl.constexpr(VOCAB_LEAF)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["T", "first_column"],
+    do_not_specialize_on_alignment=["temperature_ptr", "target_ptr", "state_ptr", "grads_ptr"],
+)
 def _dlogits(
     logits_ptr, temperature_ptr, target_ptr, state_ptr, grads_ptr, out_ptr, T, stride, out_stride, columns, width,
     first_column, LEAVES: tl.constexpr, DIVIDE: tl.constexpr,

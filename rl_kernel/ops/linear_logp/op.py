@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from rl_kernel.ops.linear import column_parallel_linear
 from rl_kernel.ops.logp import shards
 from rl_kernel.ops.logp.op import LinearLogpOutput
 from rl_kernel.ops.logp.vocab_tree import VocabLayout
-from rl_kernel.registry import resolve
+from rl_kernel.registry import get_mode, resolve
 
 # Forward workspace of a token: 12 bytes a leaf (2.3 % of its logits) and an fp32 copy of its hidden state. Tokens are
 # taken in chunks below this.
@@ -152,6 +154,13 @@ def _check_operands(name: str, hidden: torch.Tensor, weight: torch.Tensor) -> No
         raise ContractError(f"{name}: hidden_states are on {hidden.device}, lm_head_weight is on {weight.device}")
 
 
+@functools.lru_cache(maxsize=64)
+def own_schedules(device: torch.device, dtype: torch.dtype, backend: str, mode: str) -> Callable[..., Any] | None:
+    """``run`` of a backend that brings its own schedules, ``None`` for the others (``mode``: the one in force)."""
+    module = resolve("linear_logp", device, dtype, backend).module
+    return module.operator() if hasattr(module, "operator") else None
+
+
 def linear_logp(
     hidden_states: torch.Tensor,
     lm_head_weight: torch.Tensor,
@@ -210,9 +219,8 @@ def linear_logp(
     one = isinstance(temperature, float) and temperature == 1.0
     t = None if one else shards.temperature_rows(temperature, rows, hidden_states.device)
     if hidden_states.is_cuda and untraced(hidden_states, lm_head_weight, targets, t):
-        module = resolve("linear_logp", hidden_states.device, hidden_states.dtype, backend).module
-        if hasattr(module, "operator"):  # a backend that brings its own schedules
-            run = module.operator()
+        run = own_schedules(hidden_states.device, hidden_states.dtype, backend, get_mode())
+        if run is not None:
             arguments = (targets, t, layout, ignore_index, segments, tp_group, accumulate_main_grad)
             return LinearLogpOutput(*run(hidden_states, lm_head_weight, *arguments)[:3])
     if accumulate_main_grad:

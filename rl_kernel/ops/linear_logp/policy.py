@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from rl_kernel.errors import ContractError
 from rl_kernel.ops._operator import untraced
-from rl_kernel.ops.linear_logp.op import linear_logp
+from rl_kernel.ops.linear_logp.op import linear_logp, own_schedules
 from rl_kernel.ops.logp import shards
-from rl_kernel.registry import resolve
+from rl_kernel.registry import get_mode
 
 
 def linear_policy_loss(
@@ -103,31 +103,35 @@ def linear_policy_loss(
 
     operands = (hidden_states, lm_head_weight)
     wanted = torch.is_grad_enabled() and all(x.requires_grad for x in operands)
-    if hidden_states.is_cuda and wanted and untraced(*operands, target_ids):
-        module = resolve("linear_logp", hidden_states.device, hidden_states.dtype, backend).module
-        if hasattr(module, "operator"):
-            from rl_kernel.ops.linear_logp import sm90_schedules
+    if (
+        hidden_states.is_cuda
+        and wanted
+        and untraced(*operands, target_ids)
+        and own_schedules(hidden_states.device, hidden_states.dtype, backend, get_mode()) is not None
+    ):
+        from rl_kernel.ops.linear_logp import sm90_schedules
 
-            layout = shards.vocab_layout(
-                tp_group, vocab_start_index, lm_head_weight.shape[0], global_vocab_size, tokens, hidden_states.shape[1]
-            )
-            call = sm90_schedules.Call(
-                shards.check_targets(target_ids, tokens, layout.global_vocab_size, ignore_index),
-                None
-                if isinstance(temperature, float) and temperature == 1.0
-                else shards.temperature_rows(temperature, tokens, hidden_states.device),
-                layout,
-                ignore_index,
-                layout.ranks if grad_segments is None else grad_segments,
-                tp_group if tp_group is not None and tp_group.size() > 1 else None,
-            )
-            weights = None if mask is None else mask.to(torch.float32)
-            clip = (1.0 - clip_low, 1.0 + clip_high)
-            scale = normalizer if normalizer is not None else shared()[2]
-            once = sm90_schedules.ClippedLoss.of(
-                old_logp, advantages, weights, scale, clip, entropy_weight, hidden_states.device
-            )
-            return sm90_schedules.fused_loss(*operands, call, loss, once)
+        layout = shards.vocab_layout(
+            tp_group, vocab_start_index, lm_head_weight.shape[0], global_vocab_size, tokens, hidden_states.shape[1]
+        )
+        call = sm90_schedules.Call(
+            shards.check_targets(target_ids, tokens, layout.global_vocab_size, ignore_index),
+            None
+            if isinstance(temperature, float) and temperature == 1.0
+            else shards.temperature_rows(temperature, tokens, hidden_states.device),
+            layout,
+            ignore_index,
+            layout.ranks if grad_segments is None else grad_segments,
+            tp_group if tp_group is not None and tp_group.size() > 1 else None,
+        )
+        weights = None if mask is None else mask.to(torch.float32)
+        clip = (1.0 - clip_low, 1.0 + clip_high)
+        # The sum of the weights is asked for when the GPU is at work on the logits.
+        scale = normalizer if normalizer is not None else lambda: shared()[2]
+        once = sm90_schedules.ClippedLoss.of(
+            old_logp, advantages, weights, scale, clip, entropy_weight, hidden_states.device
+        )
+        return sm90_schedules.fused_loss(*operands, call, loss, once)
     out = linear_logp(
         *operands,
         target_ids,

@@ -146,35 +146,46 @@ class Call:
         return self.finish_hidden(partial, slots) if partial is not None else None
 
 
+@dataclass
+class _Made:
+    """What a forward pass has made: results, and what its backward pass reads."""
+
+    out: torch.Tensor  # [5, T]
+    slots: sm90.Slots | None = None  # None without rows
+    stats: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+
+
+def _forward(hidden: torch.Tensor, weight: torch.Tensor, call: Call, keep: bool) -> _Made:
+    total = hidden.shape[0]
+    if not total:
+        return _Made(torch.empty((5, 0), dtype=torch.float32, device=hidden.device))
+    if keep:
+        return _Made(*call.forward_all(hidden, weight, keep))
+    leaves = 12 * max(1, call.layout.max_leaves())  # bytes of a row's leaf statistics, which stay within the workspace
+    if total * leaves <= sm90.WORKSPACE_BYTES:
+        return _Made(*call.forward_all(hidden, weight, keep)[:2])
+    out = torch.empty((5, total), dtype=torch.float32, device=hidden.device)
+    slots = call.select(hidden, out)
+    step = max(256, sm90.WORKSPACE_BYTES // leaves // 256 * 256)
+    for first in range(0, total, step):
+        call.forward(slots, weight, out, first, step)
+    return _Made(out, slots)
+
+
 class _LinearLogp(torch.autograd.Function):
+    """Puts what :func:`_forward` has made into the graph: the GPU is at work before autograd looks at the operands."""
+
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, call: Call) -> Rows:
-        total = hidden.shape[0]
-        needs = any(ctx.needs_input_grad[:2])
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, call: Call, made: _Made, main_grad: torch.Tensor | None
+    ) -> Rows:
         ctx.set_materialize_grads(False)  # an output that nobody used has no gradient, rather than zeros to read
-        ctx.call, ctx.slots, ctx.kept, ctx.stats = call, None, None, None
-        ctx.main_grad = _main_grad(weight) if call.accumulate and ctx.needs_input_grad[1] else None
-        ctx.parameter = weight if ctx.main_grad is not None else None
-        keep = needs and call.kept_bytes(total) <= sm90.WORKSPACE_BYTES
-        leaves = 12 * max(1, call.layout.max_leaves())  # bytes of a row's leaf statistics
-        if not total:
-            out = torch.empty((5, 0), dtype=torch.float32, device=hidden.device)
-        elif keep or total * leaves <= sm90.WORKSPACE_BYTES:
-            out, slots, stats, kept = call.forward_all(hidden, weight, keep)
-            if needs:
-                ctx.slots = slots
-            if keep:
-                ctx.kept, ctx.stats = kept, stats
-        else:  # leaf statistics stay within the workspace
-            out = torch.empty((5, total), dtype=torch.float32, device=hidden.device)
-            slots = call.select(hidden, out)
-            step = max(256, sm90.WORKSPACE_BYTES // leaves // 256 * 256)
-            for first in range(0, total, step):
-                call.forward(slots, weight, out, first, step)
-            if needs:
-                ctx.slots = slots
-        output: Any = out.unbind(0)
-        ctx.save_for_backward(weight, out)
+        ctx.call, ctx.slots, ctx.kept, ctx.stats = call, made.slots, made.kept, made.stats
+        ctx.main_grad = main_grad
+        ctx.parameter = weight if main_grad is not None else None
+        output: Any = made.out.unbind(0)
+        ctx.save_for_backward(weight, made.out)
         ctx.mark_non_differentiable(*output[3:])
         return output
 
@@ -186,7 +197,7 @@ class _LinearLogp(torch.autograd.Function):
         kept, stats, ctx.kept, ctx.stats = ctx.kept, ctx.stats, None, None  # a second backward recomputes
         if slots is None:  # no rows
             dw = torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_weight else None
-            return weight.new_zeros((0, weight.shape[1])) if need_hidden else None, dw, None
+            return weight.new_zeros((0, weight.shape[1])) if need_hidden else None, dw, None, None, None
         main_grad = ctx.main_grad if need_weight else None
         dw = sm90.new_weight_gradient(weight, call.columns) if need_weight and main_grad is None else None
         target = dw if main_grad is None else main_grad
@@ -195,7 +206,7 @@ class _LinearLogp(torch.autograd.Function):
             # Megatron's hooks run when a gradient arrives; with this flag they do not read it.
             ctx.parameter.grad_added_to_main_grad = True
             dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        return dh, dw, None
+        return dh, dw, None, None, None
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor:
@@ -233,7 +244,13 @@ def run(
     """
     group = group if group is not None and group.size() > 1 else None
     call = Call(targets, temperature, layout, ignore_index, segments, group, accumulate)
-    return _LinearLogp.apply(hidden, weight, call)
+    needs = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    main_grad = _main_grad(weight) if needs and accumulate and weight.requires_grad else None
+    with torch.no_grad():
+        made = _forward(hidden, weight, call, needs and call.kept_bytes(hidden.shape[0]) <= sm90.WORKSPACE_BYTES)
+    if not needs:
+        return made.out.unbind(0)  # type: ignore[return-value]
+    return _LinearLogp.apply(hidden, weight, call, made, main_grad)
 
 
 # loss(rows, logp, entropy) -> (sum of the losses of these rows, metrics by name as sums): differentiable torch code.
@@ -251,7 +268,7 @@ class ClippedLoss:
     old_logp: torch.Tensor  # [T] fp32
     advantages: torch.Tensor  # [T] fp32
     mask: torch.Tensor | None  # [T] fp32
-    normalizer: torch.Tensor | None  # fp32 scalar on the GPU; None: scale
+    normalizer: torch.Tensor | Callable[[], torch.Tensor] | None  # fp32 scalar on the GPU, or makes it; None: scale
     scale: float
     clip: tuple[float, float]
     entropy_weight: float
@@ -261,7 +278,7 @@ class ClippedLoss:
         old_logp: torch.Tensor,
         advantages: torch.Tensor,
         mask: torch.Tensor | None,
-        scale: float | torch.Tensor,
+        scale: float | torch.Tensor | Callable[[], torch.Tensor],
         clip: tuple[float, float],
         entropy_weight: float,
         device: torch.device,
@@ -275,6 +292,8 @@ class ClippedLoss:
             if scale.dim():
                 return None
             return ClippedLoss(old_logp, advantages, mask, scale, 1.0, clip, entropy_weight)
+        if callable(scale):
+            return ClippedLoss(old_logp, advantages, mask, scale, 1.0, clip, entropy_weight)
         return ClippedLoss(old_logp, advantages, mask, None, float(scale), clip, entropy_weight)
 
     def __call__(
@@ -282,9 +301,10 @@ class ClippedLoss:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """What :func:`_loss_gradients` returns for all rows of ``out`` [5, T]."""
         mask = None if self.mask is None else self.mask.contiguous()
+        normalizer = self.normalizer() if callable(self.normalizer) else self.normalizer
         terms, grads = torch.ops.rlk.sm90_token_loss.default(
             out, call.targets.contiguous(), call.ignore_index, self.old_logp.contiguous(), self.advantages.contiguous(),
-            mask, self.normalizer, self.scale, *self.clip, self.entropy_weight,
+            mask, normalizer, self.scale, *self.clip, self.entropy_weight,
         )  # fmt: skip
         result.update(zip(("tokens", "clipped", "ratio", "k1_kl", "entropy"), terms[1:].sum(1).unbind(), strict=True))
         return -terms[0].sum(), grads[0], grads[1] if self.entropy_weight else None
@@ -312,59 +332,68 @@ def _loss_gradients(
     return value.detach(), by_logp, by_entropy
 
 
+@dataclass
+class _Loss:
+    """What :func:`_fused` has made."""
+
+    value: torch.Tensor
+    logp: torch.Tensor  # [T]
+    dh: torch.Tensor
+    dw: torch.Tensor
+
+
+def _fused(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    call: Call,
+    loss: TokenLoss,
+    once: ClippedLoss | None,
+    result: dict[str, torch.Tensor],
+) -> _Loss:
+    (tokens, width), device, columns = hidden.shape, hidden.device, call.columns
+    if not tokens:
+        out, dw = torch.empty((5, 0), dtype=torch.float32, device=device), sm90.new_weight_gradient(weight, 0)
+        dh = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+        return _Loss(_loss_gradients(out, slice(None), loss, result)[0], out[0], dh, dw)
+    step = _chunk_rows(call, tokens, width)
+    if step >= tokens:
+        out, slots, stats, whole = call.forward_all(hidden, weight, True)
+        grads = once(out, call, result) if once is not None else _loss_gradients(out, slice(None), loss, result)
+        dw = sm90.new_weight_gradient(weight, columns)
+        by_hidden = call.gradients(weight, slots, whole, stats, out, (grads[1], None, grads[2]), True, dw)
+        assert by_hidden is not None  # asked for
+        return _Loss(grads[0], out[0], by_hidden, dw)
+    out = torch.empty((5, tokens), dtype=torch.float32, device=device)
+    slots = call.select(hidden, out)
+    dw = sm90.new_weight_gradient(weight, columns)
+    matrix = sm90.matrix(weight, "lm_head_weight")[:columns]
+    buffer = sm90.new_kept(min(step, tokens), columns, device)
+    carry = torch.empty(matrix.shape, dtype=torch.float32, device=device)
+    value, partials = torch.zeros((), dtype=torch.float32, device=device), []
+    for first in range(0, tokens, step):
+        last = min(first + step, tokens)
+        kept = buffer[: last - first]
+        stats = call.forward(slots, matrix, out, first, step, kept)
+        partial, *grad = _loss_gradients(out, slots.order[first:last], loss, result)
+        value = value + partial
+        table = sm90.row_table((out[3], out[4], out[2]), (grad[0], None, grad[1]), slots, call.start, first, step)
+        sm90.make_gradients(kept, stats, table, slots.active, first)
+        # The chain of dW over tokens goes on in fp32 until the last chunk.
+        target, init = dw[:columns] if last == tokens else carry, carry if first else None
+        part = sm90.both_products(
+            slots.hidden[first:last], matrix, kept, call.local_segments(), target, init,
+            active=slots.active, skipped=first,
+        )  # fmt: skip
+        assert part is not None  # dH is always asked for here
+        partials.append(part)
+    return _Loss(value, out[0], call.finish_hidden(torch.cat(partials), slots), dw)
+
+
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        call: Call,
-        loss: TokenLoss,
-        once: ClippedLoss | None,
-        result: dict[str, torch.Tensor],
-    ) -> Any:
-        (tokens, width), device, columns = hidden.shape, hidden.device, call.columns
-        out = torch.empty((5, tokens), dtype=torch.float32, device=device)
-        value = torch.zeros((), dtype=torch.float32, device=device)
-        dw = sm90.new_weight_gradient(weight, columns if tokens else 0)
-        if not tokens:
-            ctx.gradients = torch.zeros_like(hidden, memory_format=torch.contiguous_format), dw
-            result["logp"] = out[0]
-            return _loss_gradients(out, slice(None), loss, result)[0]
-        step = _chunk_rows(call, tokens, width)
-        if step >= tokens:
-            out, slots, stats, whole = call.forward_all(hidden, weight, True)
-            grads = once(out, call, result) if once is not None else _loss_gradients(out, slice(None), loss, result)
-            dh = call.gradients(weight, slots, whole, stats, out, (grads[1], None, grads[2]), True, dw)
-            ctx.gradients = dh, dw
-            result["logp"] = out[0]
-            return grads[0]
-        slots = call.select(hidden, out)
-        matrix = sm90.matrix(weight, "lm_head_weight")[:columns]
-        chunks = range(0, tokens, step)
-        buffer = sm90.new_kept(min(step, tokens), columns, device)
-        carry = torch.empty(matrix.shape, dtype=torch.float32, device=device)
-        partials = []
-        for first in chunks:
-            last = min(first + step, tokens)
-            kept = buffer[: last - first]
-            stats = call.forward(slots, matrix, out, first, step, kept)
-            partial, *grad = _loss_gradients(out, slots.order[first:last], loss, result)
-            value = value + partial
-            table = sm90.row_table((out[3], out[4], out[2]), (grad[0], None, grad[1]), slots, call.start, first, step)
-            sm90.make_gradients(kept, stats, table, slots.active, first)
-            # The chain of dW over tokens goes on in fp32 until the last chunk.
-            target, init = dw[:columns] if last == tokens else carry, carry if first else None
-            part = sm90.both_products(
-                slots.hidden[first:last], matrix, kept, call.local_segments(), target, init,
-                active=slots.active, skipped=first,
-            )  # fmt: skip
-            assert part is not None  # dH is always asked for here
-            partials.append(part)
-        dh = call.finish_hidden(torch.cat(partials), slots)
-        ctx.gradients = dh, dw
-        result["logp"] = out[0]
-        return value
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, made: _Loss) -> Any:
+        ctx.gradients = made.dh, made.dw
+        return made.value
 
     @staticmethod
     @once_differentiable
@@ -377,7 +406,7 @@ class _FusedLoss(torch.autograd.Function):
         factor = grad.to(torch.float32)
         for x in gradients:
             torch.ops.rlk.sm90_scale_.default(x, factor)
-        return *gradients, None, None, None, None
+        return *gradients, None
 
 
 def fused_loss(
@@ -399,5 +428,6 @@ def fused_loss(
     if not hidden.requires_grad or not weight.requires_grad:
         raise ContractError("fused_loss: hidden_states and lm_head_weight must both require gradients")
     metrics: dict[str, torch.Tensor] = {}
-    value = _FusedLoss.apply(hidden, weight, call, loss, once, metrics)
-    return value, metrics.pop("logp"), metrics
+    with torch.no_grad():
+        made = _fused(hidden, weight, call, loss, once, metrics)
+    return _FusedLoss.apply(hidden, weight, made), made.logp, metrics
