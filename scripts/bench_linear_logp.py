@@ -1,11 +1,20 @@
 #!/usr/bin/env python3
-"""Time linear_logp forward and backward on one GPU beside torch, and write a JSON report.
+"""Time linear_logp forward and backward on one GPU beside its peers, in one run.
 
-    python scripts/bench_linear_logp.py --out reports/linear_logp_sm90.json [--shapes T1,T3] [--no-compile]
+    python scripts/bench_linear_logp.py --out reports/linear_logp_h200 [--peers quack,liger] [--shapes T1,T3]
 
-Each variant: 3 warm-up and 10 timed calls (2 and 6 from 10 ms a call on), CUDA events around each, median; the
-upstream gradient is one value a token. torch.compile comes last, after the other variants of all shapes: most of the
-time goes into its compilation. The report is written after every variant.
+Writes OUT.json and OUT.md after every measurement. Peers (``scripts/peers.py``) are torch eager and compiled, QuACK,
+Liger, cut-cross-entropy and verl; by default all of them, and one that is not installed is reported as blocked. The
+status of a row is ``pass``, ``blocked``, ``oom`` or ``failure`` (an exception, NaN, another loss or other gradients
+than torch eager's, or more time than ``--peer-seconds``); none of these ends the run.
+
+Each implementation lives in a process of its own. All compile at the same time, for all shapes, before anything is
+measured; then one at a time is measured, while the others wait. Over the run each has two turns at every shape, ours,
+torch.compile and QuACK up to four as the time allows, every other round in reverse order, so that a drift of the clock
+meets all of them. A turn is 3 warm-up and 6 timed calls
+(2 and 4 from 1.2e12 multiply-adds a product on) after a rest, CUDA events around each call; a figure is the median of
+all timed calls, and its spread is the range of the medians of the turns. The upstream gradient is one value a token;
+where a peer only takes the mean loss, it is marked. Inputs have the peaked softmax of a trained model.
 
 Two methods: ``queued`` lets calls follow each other without waiting for the GPU in between, as a training step does
 (caches are not cleared: the weight alone is larger than the L2); ``latency`` waits after each call, so that the time of
@@ -13,24 +22,35 @@ the CPU before the first kernel counts.
 
 Two rates for the roofline of 2, 6 or 8 THV operations: ``burst`` of an 8192^3 cuBLAS product measured first, and
 ``library``, that of the three plain cuBLAS products of the same shape (logits, dH, dW: what is needed without any
-softmax), queued, after the same rest and as often, so equally hot.
+softmax), queued, in turns with the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
 import json
 import os
+import select
+import signal
+import statistics
 import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch._dynamo
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 
-from rl_kernel import registry
-from rl_kernel.ops.linear_logp import linear_logp, sm90
-from rl_kernel.ops.linear_logp.policy import linear_policy_loss
+import linear_logp_table
+from linear_logp_worker import OURS, serve
+from peers import PEERS
 
 SHAPES = {
     "T1": (796, 2048, 75968),
@@ -39,217 +59,372 @@ SHAPES = {
     "Q8B_TP1": (8192, 4096, 151936),
     "Q8B_TP4": (8192, 4096, 37984),
 }
+NEAR = ("ours", "compile", "quack")  # have their second turn first
+LOSS, NORM = 0.01, 0.05  # how far a mean loss and the norm of a gradient may be from torch eager's, relatively
 
 
-def timed(call, warm: int = 3, repeats: int = 10, wait: bool = True) -> float:
-    """Median milliseconds. ``wait``: for the GPU after each call."""
-    for _ in range(warm):
-        call()
-    events = []
-    if wait:
-        torch.cuda.synchronize()
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        if wait:
-            torch.cuda.synchronize()
-        events.append((start, end))
-    torch.cuda.synchronize()
-    times = sorted(start.elapsed_time(end) for start, end in events)
-    return (times[(repeats - 1) // 2] + times[repeats // 2]) / 2
+class Worker:
+    """The process of an implementation; starts when it is asked, is ended when it takes too long."""
+
+    def __init__(self, key: str, device: str, seconds: float, logs: Path) -> None:
+        self.key, self.device, self.left, self.log = key, device, seconds, logs / f"{key}.log"
+        self.process: subprocess.Popen[str] | None = None
+
+    def ask(self, limit: float, **request: Any) -> dict[str, Any]:
+        """The answer, or a status and a reason if there is none within ``limit`` and the seconds left to it."""
+        if self.left <= 0:
+            return {"status": "failure", "reason": "its time for this run is used up"}
+        began, limit = time.monotonic(), min(limit, self.left)
+        try:
+            return self._ask(limit, request)
+        finally:
+            self.left -= time.monotonic() - began
+
+    def _ask(self, limit: float, request: dict[str, Any]) -> dict[str, Any]:
+        if self.process is None:
+            environment = {"TORCHINDUCTOR_COMPILE_THREADS": "4", **os.environ}
+            command = [sys.executable, __file__, "--worker", self.key, "--device", self.device]
+            with self.log.open("a") as log:
+                self.process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
+                    start_new_session=True,
+                )  # fmt: skip
+        process = self.process
+        assert process.stdin and process.stdout
+        with contextlib.suppress(BrokenPipeError):  # it has ended: no answer below
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+        ready = select.select([process.stdout], [], [], limit)[0]
+        answer = process.stdout.readline() if ready else ""
+        if answer:
+            return json.loads(answer)
+        self.end()
+        if not ready:
+            return {"status": "failure", "reason": f"no answer within {limit:.0f} s"}
+        last = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+        return {"status": "failure", "reason": f"its process ended: {''.join(last)[:200]}"}
+
+    def end(self, finally_: bool = False) -> None:
+        if finally_:
+            self.left = 0.0  # and is not started again
+        process, self.process = self.process, None
+        if process:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-def peak_mib(call) -> float:
-    """Memory above what was allocated before, results included."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = call()
-    torch.cuda.synchronize()
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    del result
-    return round(peak, 1)
+def median(groups: Sequence[Sequence[float]]) -> float:
+    return statistics.median([x for group in groups for x in group])
 
 
-def inputs(tokens: int, hidden: int, vocabulary: int):
-    """Peaked softmax like a trained model's: one token a row is lifted by 10 to 20, mostly the target."""
-    g = torch.Generator(device="cuda").manual_seed(0)
-    w = torch.empty(vocabulary, hidden, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02, generator=g)
-    top = torch.randint(0, vocabulary, (tokens,), device="cuda", generator=g)
-    other = torch.randint(0, vocabulary, (tokens,), device="cuda", generator=g)
-    t = torch.where(torch.rand(tokens, device="cuda", generator=g) < 0.95, top, other)
-    row = w[top].float()
-    lift = torch.empty(tokens, 1, device="cuda").uniform_(10, 20, generator=g)
-    h = torch.randn(tokens, hidden, device="cuda", generator=g) + lift * row / row.pow(2).sum(-1, keepdim=True)
-    return h.bfloat16(), w, t, torch.randn(tokens, device="cuda", generator=g)
+class Row:
+    """What is known of a variant at a shape."""
 
+    def __init__(self, shape: str, key: str, variant: str) -> None:
+        self.key, self.variant = key, variant
+        self.turns: dict[str, list[list[float]]] = {}
+        self.row: dict[str, Any] = {"shape": shape, "variant": variant, "status": "blocked"}
+        if key in PEERS:
+            peer = PEERS[key]
+            self.row |= {"peer": key, "gradient": "mean loss only" if peer.mean else "per token", "note": peer.note}
+        else:
+            self.row["gradient"] = "per token"
+        self.measured = False
 
-def eager(h, w, t):
-    return torch.nn.functional.cross_entropy((h @ w.T).float(), t, reduction="none")
+    def stop(self, status: str, reason: str) -> None:
+        self.row |= {"status": status, "reason": reason}
 
+    @property
+    def over(self) -> bool:
+        return "reason" in self.row
 
-def gradients(function, h, w, g):
-    return torch.autograd.grad(function(h, w), (h, w), g)
-
-
-def variants(h, w, t, g, compiled):
-    """name -> (forward, forward and backward, operations in THV of forward and backward)
-
-    ``compiled``: only this one.
-    """
-
-    def ours(mib: int):
-        def logp(h, w):
-            sm90.WORKSPACE_BYTES = mib << 20
-            return linear_logp(h, w, t).logp
-
-        return logp
-
-    old, advantages = torch.zeros(t.shape[0], device="cuda") - 1.0, g
-    bound = 512
-
-    def fused():
-        sm90.WORKSPACE_BYTES = bound << 20
-        loss, _, _ = linear_policy_loss(h, w, t, old, advantages)
-        return torch.autograd.grad(loss, (h, w))
-
-    def forward(function):
-        def call():
-            with torch.no_grad():
-                return function(h, w)
-
-        return call
-
-    if compiled is not None:
-        return {
-            "torch.compile": (
-                forward(lambda h, w: compiled(h, w, t)),
-                lambda: gradients(lambda h, w: compiled(h, w, t), h, w, g),
-                6,
-            )
-        }
-    return {
-        "kept": (forward(ours(8192)), lambda: gradients(ours(8192), h, w, g), 6),
-        "recompute, 512 MiB": (None, lambda: gradients(ours(512 if h.shape[0] > 4000 else 64), h, w, g), 8),
-        "fused policy loss, 512 MiB": (None, fused, 6),
-        "torch eager": (
-            forward(lambda h, w: eager(h, w, t)),
-            lambda: gradients(lambda h, w: eager(h, w, t), h, w, g),
-            6,
-        ),
-    }
-
-
-def cublas_rate() -> float:
-    """TFLOP/s of an 8192^3 product."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / timed(lambda: torch.mm(a, b), 3, 12) / 1e9
-
-
-def library_products(h: torch.Tensor, w: torch.Tensor, rest: float, counts: tuple[int, int]) -> tuple[float, float]:
-    """Milliseconds of the product that gives logits, and of the three of forward and backward."""
-    with torch.no_grad():
-        x = torch.empty(h.shape[0], w.shape[0], device="cuda", dtype=torch.bfloat16)
-        dh, dw = torch.empty_like(h), torch.empty_like(w)
-
-        def forward():
-            torch.mm(h, w.t(), out=x)
-
-        def both():
-            torch.mm(h, w.t(), out=x)
-            torch.mm(x, w, out=dh)
-            torch.mm(x.t(), h, out=dw)
-
-        both()
-        time.sleep(rest)
-        one = timed(forward, *counts, wait=False)
-        time.sleep(rest)
-        return one, timed(both, *counts, wait=False)
-
-
-class Shape:
-    """Operands of one shape and what the roofline is there."""
-
-    def __init__(self, name: str, burst: float, rest: float) -> None:
-        self.name, self.rest = name, rest
-        tokens, hidden, vocabulary = SHAPES[name]
-        self.work = tokens * hidden * vocabulary / 1e9
-        self.counts = (2, 6) if self.work > 1200 else (3, 10)  # warm-up and timed calls
-        self.h, self.w, self.t, self.g = inputs(tokens, hidden, vocabulary)
-        self.h.requires_grad_(), self.w.requires_grad_()
-        self.library = one, three = library_products(self.h, self.w, rest, self.counts)
-        self.rates = {"burst": burst, "library": 6 * self.work / three}
-        self.rates_forward = {"burst": burst, "library": 2 * self.work / one}
-        print(f"\n{name} {tokens} x {hidden} x {vocabulary}: 2/6/8 THV at {burst:.0f} TFLOP/s "
-              f"{2 * self.work / burst:.2f} / {6 * self.work / burst:.2f} / {8 * self.work / burst:.2f} ms; library "
-              f"products {one:.2f}, three {three:.2f} ms = {self.rates_forward['library']:.0f}, "
-              f"{self.rates['library']:.0f} TFLOP/s")  # fmt: skip
-
-    def measure(self, variant: str, forward, both, operations: int) -> dict:
-        torch.cuda.empty_cache()
-        row = {"shape": self.name, "variant": variant, "operations": operations, "repeats": self.counts[1],
-               "library_ms": round(self.library[1], 3), "library_forward_ms": round(self.library[0], 3)}  # fmt: skip
-        both()  # compiles
-        row["peak_mib"] = peak_mib(both)
-        for part, call, at, count in (
-            ("both", both, self.rates, operations),
-            ("forward", forward, self.rates_forward, 2),
-        ):
-            if call is None:
-                continue
-            call()
+    def take(self, answer: dict[str, Any], reference: dict[str, Any] | None) -> None:
+        """Add a turn."""
+        if "status" in answer:
+            if self.measured:  # what was measured before stands
+                self.row["later"] = f"{answer['status']}: {answer['reason']}"
+            else:
+                self.stop(answer["status"], answer["reason"])
+            return None
+        for name in ("peak_mib", "operations"):
+            if name in answer:
+                self.row[name] = answer[name]
+        if "finite" in answer:
+            self.row["loss"] = answer["loss"]
+            if not answer["finite"]:
+                return self.stop("failure", f"not finite: loss {answer['loss']}, norms {answer['norms']}")
+            if reference and (reason := self.differs(answer, reference)):
+                return self.stop("failure", reason)
+        for part in ("both", "forward"):
             for method in ("queued", "latency"):
-                torch.cuda.synchronize()
-                time.sleep(self.rest)  # the same rest for all: a hot card runs slower
-                ms = timed(call, *self.counts, wait=method == "latency")
-                row[f"{part}_{method}_ms"] = round(ms, 3)
-                row |= {f"{part}_{method}_of_{of}": round(ms * r / (count * self.work), 3) for of, r in at.items()}
-        line = "  ".join(
-            f"{part} {method} {row[f'{part}_{method}_ms']:.3f} ({row[f'{part}_{method}_of_burst']:.3f}, "
-            f"{row[f'{part}_{method}_of_library']:.3f})"
-            for part in ("forward", "both") for method in ("queued", "latency") if f"{part}_{method}_ms" in row
-        )  # fmt: skip
-        print(f"  {variant:28s} {line}  peak {row['peak_mib']:.0f} MiB", flush=True)
+                if times := answer.get(f"{part}_{method}"):
+                    self.turns.setdefault(f"{part}_{method}", []).append(times)
+        self.measured, self.row["status"] = True, "pass"
+        return None
+
+    def differs(self, answer: dict[str, Any], reference: dict[str, Any]) -> str | None:
+        expected = reference["mean" if self.row["gradient"] == "mean loss only" else "token"]
+        pairs = [("mean loss", answer["loss"], expected["loss"], LOSS)]
+        if not self.variant.startswith("fused"):  # its gradients are those of another loss
+            pairs += [(f"norm of {x}", a, b, NORM) for x, a, b in zip(("dH", "dW"), answer["norms"], expected["norms"])]
+        for what, found, due, bound in pairs:
+            if abs(found - due) > bound * abs(due):
+                return f"{what} {found:.5g}, torch eager's {due:.5g}"
+        return None
+
+    def finish(self, work: float, burst: float, library: dict[str, float]) -> dict[str, Any]:
+        """Times and their ratios to the roofline; ``work`` is THV / 1e9, rates are in TFLOP/s."""
+        row = self.row
+        row |= {"library_ms": library["both"], "library_forward_ms": library["forward"]}
+        for name, turns in self.turns.items():
+            part = name.split("_")[0]
+            count = row["operations"] if part == "both" else 2
+            rates = {"burst": burst, "library": (6 if part == "both" else 2) * work / library[part]}
+            ms = median(turns)
+            row["repeats"], row["turns"] = sum(map(len, turns)), len(turns)
+            row[f"{name}_ms"] = round(ms, 4)
+            row[f"{name}_turns_ms"] = [round(statistics.median(turn), 4) for turn in turns]
+            row |= {f"{name}_of_{of}": round(ms * rate / (count * work), 3) for of, rate in rates.items()}
         return row
 
 
-def main() -> None:
-    began = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--rest", type=float, default=1.0, help="seconds of idling before each measurement")
-    args = parser.parse_args()
-    rate = cublas_rate()
-    card = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
-                          capture_output=True, text=True).stdout.strip().splitlines()  # fmt: skip
-    gpu = card[0] if card else torch.cuda.get_device_name()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout
-    report = {
-        "card": gpu,
+class Run:
+    def __init__(self, args: argparse.Namespace, report: dict[str, Any], logs: Path) -> None:
+        self.args, self.report, self.began = args, report, time.monotonic()
+        self.shapes = {name: SHAPES.get(name) or tuple(map(int, name.split("x"))) for name in args.shapes}
+        self.workers = {
+            key: Worker(key, args.device, args.peer_seconds if key in PEERS and key != "eager" else 1e9, logs)
+            for key in ("ours", "eager", *args.peers)
+        }  # torch eager's process also gives the reference and the plain products
+        report["shapes"] = self.shapes
+        self.rows: dict[str, list[Row]] = {}
+        self.library: dict[str, dict[str, list[list[float]]]] = {}
+        self.reference: dict[str, dict[str, Any]] = {}
+        for shape in self.shapes:
+            # In the order of measurement: what is compared closest has its turns closest.
+            order = [("ours", OURS[0]), *((key, PEERS[key].name) for key in args.peers)]
+            order[2:2] = [("ours", name) for name in OURS[1:]]
+            self.rows[shape] = [Row(shape, *item) for item in order]
+            for row in self.rows[shape]:
+                if row.key in PEERS and (reason := PEERS[row.key].missing()):
+                    row.stop("blocked", reason)
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def alive(self) -> list[str]:
+        return [key for key in self.workers if key == "eager" or any(r.key == key and not r.over for r in self.all())]
+
+    def all(self) -> list[Row]:
+        return [row for rows in self.rows.values() for row in rows]
+
+    def compile(self) -> None:
+        """All implementations at once, each shape after shape."""
+
+        def one(key: str) -> float:
+            began = time.monotonic()
+            for name, shape in self.shapes.items():
+                left = self.args.compile_seconds - self.seconds()
+                answer = self.workers[key].ask(max(left, 1), do="warm", shape=shape)
+                if answer.get("status") == "blocked":  # it cannot be imported
+                    for row in self.all():
+                        if row.key == key:
+                            row.stop("blocked", answer["reason"])
+                    break
+                if answer.get("reason", "").startswith("no answer"):
+                    for later in list(self.shapes)[list(self.shapes).index(name) :]:
+                        for row in self.rows[later]:
+                            if row.key == key:
+                                row.stop("failure", f"not compiled {self.args.compile_seconds:.0f} s after the start")
+                    break
+            return round(time.monotonic() - began, 1)
+
+        keys = self.alive()
+        with ThreadPoolExecutor(len(keys)) as pool:
+            self.report["compile_s"] = dict(zip(keys, pool.map(one, keys)))
+        print(f"compiled: {self.report['compile_s']}", flush=True)
+
+    def counts(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Warm-up and timed calls of a turn."""
+        if self.args.device == "cpu":
+            return 1, 2
+        return (2, 4) if shape[0] * shape[1] * shape[2] > 1.2e12 else (3, 6)
+
+    def turn(self, name: str, rows: Sequence[Row]) -> None:
+        """One turn of these rows, and of the plain products, at a shape."""
+        shape, limit = self.shapes[name], 30.0  # a measurement takes about 2 s
+        request = {"shape": shape, "rest": self.args.rest, "counts": self.counts(shape)}
+        keys = ["eager", *(key for key in dict.fromkeys(row.key for row in rows) if key != "eager")]
+        with ThreadPoolExecutor(len(keys)) as pool:
+            list(pool.map(lambda key: self.workers[key].ask(limit, do="inputs", shape=shape), keys))
+        if name not in self.reference:
+            self.reference[name] = self.workers["eager"].ask(limit, do="reference", shape=shape)
+            if "status" in self.reference[name]:
+                print(f"  no reference at {name}: {self.reference[name]['reason']}")
+        answer = self.workers["eager"].ask(limit, do="library", **request)
+        if "status" in answer:
+            raise SystemExit(f"the plain products at {name}: {answer['status']}, {answer['reason']}")
+        for part in ("both", "forward"):
+            self.library.setdefault(name, {}).setdefault(part, []).append(answer[f"{part}_queued"])
+        reference = self.reference[name] if "token" in self.reference[name] else None
+        for row in rows:
+            if row.over:
+                continue
+            answer = self.workers[row.key].ask(
+                limit, do="measure", variant=row.variant, check=not row.measured, **request
+            )
+            row.take(answer, reference)
+            self.write()
+            self.show(name, row)
+
+    def show(self, name: str, row: Row) -> None:
+        values = row.row
+        parts = [
+            f"{part} {method} {values[f'{part}_{method}_turns_ms'][-1]:.3f}"
+            for part in ("forward", "both")
+            for method in ("queued", "latency")
+            if f"{part}_{method}_turns_ms" in values
+        ]
+        text = values.get("reason") or f"{'  '.join(parts)}  peak {values.get('peak_mib', 0):.0f} MiB"
+        print(f"  {name:8s} {row.variant:27s} {values['status']:8s} {text}", flush=True)
+
+    def write(self) -> None:
+        rows = []
+        for name, group in self.rows.items():
+            t, h, v = self.shapes[name]
+            library = {
+                part: round(median(self.library[name][part]), 4) if name in self.library else 0.0
+                for part in ("both", "forward")
+            }
+            rows += [row.finish(t * h * v / 1e9, self.report["cublas_tflops"], library) for row in group]
+        report = self.report | {"seconds": round(self.seconds(), 1), "rows": rows}
+        linear_logp_table.write(self.args.out, report)
+
+    def measure(self) -> None:
+        spent: dict[tuple[str, bool], float] = {}
+        for sweep in range(self.args.turns):
+            # The second round goes backwards, the near ones first, and each only if it ends in time.
+            groups = (None,) if sweep == 0 else (True, False) if sweep == 1 else (True,)
+            for near in groups:
+                for name, rows in self.rows.items():
+                    chosen = [row for row in rows if near is None or (row.key in NEAR) == near]
+                    chosen = [row for row in chosen if not row.over]
+                    if not chosen or sweep and self.seconds() + spent.get((name, bool(near)), 0) > self.args.seconds:
+                        continue
+                    began = time.monotonic()
+                    self.turn(name, chosen[::-1] if sweep % 2 else chosen)
+                    taken = time.monotonic() - began
+                    if near is None:
+                        share = sum(row.key in NEAR for row in chosen) / max(len(chosen), 1)
+                        spent |= {(name, True): taken * share, (name, False): taken * (1 - share)}
+                    print(f"  {self.seconds():.0f} s since the start", flush=True)
+
+    def end(self) -> None:
+        for worker in self.workers.values():
+            worker.end(True)
+
+    def go(self) -> None:
+        n = 8192 if self.args.device == "cuda" else 256
+        try:
+            self.compile()
+            backend = self.workers["ours"].ask(60, do="backend")
+            burst = self.workers["eager"].ask(60, do="burst", n=n)
+            if "ms" not in burst:
+                raise SystemExit(f"the {n}^3 product: {burst['status']}, {burst['reason']}")
+            self.report["cublas_tflops"] = round(2 * n**3 / statistics.median(burst["ms"]) / 1e9, 3)
+            self.report["backend"] = backend.get("backend", backend.get("reason"))
+            print(f"cuBLAS {self.report['cublas_tflops']:.0f} TFLOP/s, backend {self.report['backend']}", flush=True)
+            self.measure()
+            self.write()
+        finally:
+            self.end()
+        print("\n".join(linear_logp_table.comparison(json.loads(Path(self.args.out + ".json").read_text()))))
+
+
+def facts(args: argparse.Namespace) -> dict[str, Any]:
+    """What a report names besides its figures."""
+    import torch
+
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    card = "CPU"
+    if args.device == "cuda":
+        lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().splitlines()
+        card = lines[0] if lines else torch.cuda.get_device_name()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    versions = {}
+    names = ["torch", "triton", "nvidia-cutlass-dsl", *(PEERS[key].distribution for key in args.peers)]
+    for name in dict.fromkeys(names):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    versions["torch"] = torch.__version__
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit or os.environ.get("RLK_COMMIT", "unknown"),
+        "card": card,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "torch": torch.__version__,
-        "commit": commit.strip() or os.environ.get("RLK_COMMIT", "unknown"),
+        "versions": versions,
         "rest_s": args.rest,
-        "cublas_tflops": round(rate, 1),
-        "seconds": 0.0,
-        "rows": [],
+        "cublas_tflops": 0.0,
     }
-    chosen = registry.resolve("linear_logp", torch.device("cuda"), torch.bfloat16).backend
-    print(f"{gpu}, torch {torch.__version__}, cuBLAS {rate:.0f} TFLOP/s, backend {chosen}")
-    print("ms (ratio to the roofline at the burst rate, at the rate of the library products)")
-    torch._dynamo.config.recompile_limit = 64
-    for compiled in (None,) if args.no_compile else (None, torch.compile(eager, dynamic=False)):
-        for name in args.shapes.split(","):
-            shape = Shape(name, rate, args.rest)
-            for variant, calls in variants(shape.h, shape.w, shape.t, shape.g, compiled).items():
-                report["rows"].append(shape.measure(variant, *calls))
-                report["seconds"] = round(time.monotonic() - began, 1)
-                Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            print(f"  {report['seconds']:.0f} s since the start", flush=True)
-            del shape
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="name of the report without its ending")
+    parser.add_argument("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)}; none: only ours")
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
+    parser.add_argument(
+        "--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}, or TxHxV like 512x2048x8192"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=2, help="rounds of measurements; from the third on only the near ones"
+    )
+    parser.add_argument("--rest", type=float, default=0.2, help="seconds of idling before each measurement")
+    parser.add_argument("--seconds", type=float, default=185, help="no round after the first that would end later")
+    parser.add_argument("--compile-seconds", type=float, default=90, help="for compiling, from the start")
+    parser.add_argument("--peer-seconds", type=float, default=150, help="for one peer in all, compilation included")
+    parser.add_argument("--table", metavar="JSON", help="write OUT.md from this report again; measures nothing")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.worker:
+        return args
+    if not args.out:
+        parser.error("--out is required")
+    args.out = args.out.removesuffix(".json")
+    args.peers = [] if args.peers == "none" else args.peers.split(",")
+    if unknown := set(args.peers) - set(PEERS):
+        parser.error(f"--peers names {', '.join(sorted(unknown))}; known: {', '.join(PEERS)}")
+    args.peers = [key for key in PEERS if key in args.peers and not (args.no_compile and key == "compile")]
+    args.shapes = args.shapes.split(",")
+    for name in args.shapes:
+        if name not in SHAPES and not (name.count("x") == 2 and all(x.isdigit() for x in name.split("x"))):
+            parser.error(f"--shapes names {name}; known: {', '.join(SHAPES)}, or TxHxV")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    if args.worker:
+        serve(args.worker, args.device)
+    elif args.table:
+        linear_logp_table.write(args.out, json.loads(Path(args.table).read_text(encoding="utf-8")))
+    else:
+        report = facts(args)
+        print(f"{report['card']}, {report['versions']}", flush=True)
+        with tempfile.TemporaryDirectory() as logs:
+            run = Run(args, report, Path(logs))
+
+            def stop(*_: object) -> None:
+                run.end()
+                raise SystemExit(128 + signal.SIGTERM)
+
+            signal.signal(signal.SIGTERM, stop)
+            run.go()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,321 @@
+"""A process of ``bench_linear_logp.py``: one implementation, measured when it is asked.
+
+A request is a line of JSON on standard input, the answer a line on standard output; the end of the input ends the
+process. Whatever a peer prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peers import IGNORE, PEERS, Call, Peer
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class _Mark:
+    """A CUDA event where there is no GPU: shows that the script works, times nothing of worth."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: _Mark) -> float:
+        return (end.at - self.at) * 1e3
+
+
+class Card:
+    """The clock and the allocator of a device."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.cuda = device, device == "cuda"
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def times(self, call: Callable[[], object], counts: Sequence[int], latency: bool) -> list[float]:
+        """Milliseconds of each call; ``counts``: warm-up and timed ones. ``latency``: waits for the GPU after each."""
+        warm, repeats = counts
+        for _ in range(warm):
+            call()
+        marks: list[tuple[Any, Any]] = []
+        if latency:
+            self.wait()
+        for _ in range(repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) if self.cuda else _Mark() for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            if latency:
+                self.wait()
+            marks.append((start, end))
+        self.wait()
+        return [round(start.elapsed_time(end), 4) for start, end in marks]
+
+    def peak_mib(self, call: Callable[[], object]) -> float:
+        """Memory above what was allocated before, results included."""
+        if not self.cuda:
+            call()
+            return 0.0
+        self.wait()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = call()
+        self.wait()
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+        del result
+        return round(peak, 1)
+
+    def clear(self) -> None:
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+
+def inputs(shape: Sequence[int], device: str) -> Tensors:
+    """Peaked softmax like a trained model's: one token a row is lifted by 10 to 20, mostly the target."""
+    tokens, hidden, vocabulary = shape
+    g = torch.Generator(device=device).manual_seed(0)
+    w = torch.empty(vocabulary, hidden, device=device, dtype=torch.bfloat16).normal_(0, 0.02, generator=g)
+    top = torch.randint(0, vocabulary, (tokens,), device=device, generator=g)
+    other = torch.randint(0, vocabulary, (tokens,), device=device, generator=g)
+    t = torch.where(torch.rand(tokens, device=device, generator=g) < 0.95, top, other)
+    row = w[top].float()
+    lift = torch.empty(tokens, 1, device=device).uniform_(10, 20, generator=g)
+    h = torch.randn(tokens, hidden, device=device, generator=g) + lift * row / row.pow(2).sum(-1, keepdim=True)
+    return h.bfloat16(), w, t, torch.randn(tokens, device=device, generator=g)
+
+
+def without_gradients(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return call()
+
+    return forward
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Calls on the operands of a shape."""
+
+    forward: Callable[[], object] | None  # None: it has none of its own
+    both: Callable[[], Tensors]  # forward and backward -> (losses [T] or their mean, dH, dW)
+    operations: int  # 6 or 8 THV in ``both``
+    logp: bool = False  # log-probabilities come instead of losses
+
+
+def of_peer(peer: Peer, call: Call, h: torch.Tensor, w: torch.Tensor, t: torch.Tensor, g: torch.Tensor) -> Variant:
+    if short := -h.shape[0] % peer.multiple:
+        h = torch.nn.functional.pad(h.detach(), (0, 0, 0, short)).requires_grad_()
+        t, g = torch.nn.functional.pad(t, (0, short), value=IGNORE), torch.nn.functional.pad(g, (0, short))
+    upstream = None if peer.mean else -g if peer.logp else g
+
+    def both() -> Tensors:
+        out = call(h, w, t)
+        return (out, *torch.autograd.grad(out, (h, w), None if upstream is None else upstream.to(out.dtype)))
+
+    return Variant(without_gradients(lambda: call(h, w, t)), both, peer.operations, peer.logp)
+
+
+def of_ours(name: str, h: torch.Tensor, w: torch.Tensor, t: torch.Tensor, g: torch.Tensor) -> Variant:
+    from rl_kernel.ops.linear_logp import linear_logp, sm90
+    from rl_kernel.ops.linear_logp.policy import linear_policy_loss
+
+    def bound(mib: int) -> None:
+        sm90.WORKSPACE_BYTES = mib << 20
+
+    upstream = -g
+
+    def scheduled(mib: int) -> Callable[[], Tensors]:
+        def both() -> Tensors:
+            bound(mib)
+            logp = linear_logp(h, w, t).logp
+            return (logp, *torch.autograd.grad(logp, (h, w), upstream))
+
+        return both
+
+    def forward() -> torch.Tensor:
+        bound(8192)
+        return linear_logp(h, w, t).logp
+
+    old = torch.zeros(t.shape[0], device=t.device) - 1.0
+
+    def fused() -> Tensors:
+        bound(512)
+        loss, logp, _ = linear_policy_loss(h, w, t, old, g)
+        return (logp, *torch.autograd.grad(loss, (h, w)))
+
+    if name == "kept":
+        return Variant(without_gradients(forward), scheduled(8192), 6, True)
+    if name == "fused policy loss, 512 MiB":
+        return Variant(None, fused, 6, True)
+    return Variant(None, scheduled(512 if h.shape[0] > 4000 else 64), 8, True)
+
+
+OURS = ("kept", "fused policy loss, 512 MiB", "recompute, 512 MiB")
+
+
+class Bench:
+    def __init__(self, key: str, device: str) -> None:
+        self.key, self.card = key, Card(device)
+        self.shape: list[int] = []
+        self.data: Tensors = ()
+        self.variants: dict[str, Variant] = {}
+        self.call: Call | None = None
+        if key in PEERS:
+            self.call = PEERS[key].load()
+
+    def at(self, shape: list[int]) -> None:
+        """Operands of a shape, instead of those before."""
+        if shape != self.shape:
+            self.variants.clear()
+            self.data = ()
+            self.card.clear()
+            self.data, self.shape = inputs(shape, self.card.device), shape
+            self.data[0].requires_grad_(), self.data[1].requires_grad_()
+            self.card.wait()
+
+    def variant(self, name: str) -> Variant:
+        if name not in self.variants:
+            if self.call is None:
+                self.variants[name] = of_ours(name, *self.data)
+            else:
+                self.variants[name] = of_peer(PEERS[self.key], self.call, *self.data)
+        return self.variants[name]
+
+    def names(self) -> tuple[str, ...]:
+        return OURS if self.call is None else (PEERS[self.key].name,)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if "shape" in request:
+            self.at(request["shape"])
+        return getattr(self, "do_" + request["do"])(request)
+
+    def do_inputs(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.card.clear()
+        return {}
+
+    def do_warm(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Compiles what the measurements will launch."""
+        for name in self.names():
+            variant = self.variant(name)
+            for call in (variant.forward, variant.both):
+                if call:
+                    call()
+            self.card.wait()
+            self.card.clear()
+        return {}
+
+    def do_measure(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Lists of milliseconds; where ``check`` is asked for, what the results are, and the peak memory."""
+        variant, answer = self.variant(request["variant"]), dict[str, Any]()
+        self.card.clear()
+        if request["check"]:
+            answer |= self.found(variant.both(), -1.0 if variant.logp else 1.0)
+            answer["peak_mib"] = self.card.peak_mib(variant.both)
+            answer["operations"] = variant.operations
+            if not answer["finite"]:
+                return answer
+        for part, call in (("both", variant.both), ("forward", variant.forward)):
+            if call is None:
+                continue
+            for method in ("queued", "latency"):
+                self.card.wait()
+                time.sleep(request["rest"])  # the same rest for all: a hot card runs slower
+                answer[f"{part}_{method}"] = self.card.times(call, request["counts"], method == "latency")
+        self.card.clear()
+        return answer
+
+    def found(self, results: Tensors, sign: float = 1.0) -> dict[str, Any]:
+        """Mean loss over the tokens of the shape, and norms of the gradients, by which all are compared."""
+        losses, dh, dw = results
+        loss = losses.detach().float().reshape(-1)[: self.shape[0]].mean() * sign
+        norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in (dh, dw)]
+        values = [float(x) for x in (loss, *norms)]
+        finite = all(x == x and abs(x) != float("inf") for x in values)
+        return {"finite": finite, "loss": values[0], "norms": values[1:]}
+
+    def do_reference(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What torch eager finds, with the gradients that come in and with those of the mean loss."""
+        h, w, t, g = self.data
+        losses = PEERS["eager"].load()(h, w, t)
+        answer = {}
+        for name, upstream in (("token", g), ("mean", torch.full_like(g, 1 / g.shape[0]))):
+            dh, dw = torch.autograd.grad(losses, (h, w), upstream, retain_graph=True)
+            answer[name] = self.found((losses, dh, dw))
+            del dh, dw
+        del losses
+        self.card.clear()
+        return answer
+
+    def do_library(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The product that gives logits, and the three of forward and backward, nothing else."""
+        h, w = (x.detach() for x in self.data[:2])
+        x = torch.empty(h.shape[0], w.shape[0], device=h.device, dtype=h.dtype)
+        dh, dw = torch.empty_like(h), torch.empty_like(w)
+
+        def forward() -> None:
+            torch.mm(h, w.t(), out=x)
+
+        def both() -> None:
+            forward()
+            torch.mm(x, w, out=dh)
+            torch.mm(x.t(), h, out=dw)
+
+        both()
+        answer = {}
+        for part, call in (("both", both), ("forward", forward)):
+            self.card.wait()
+            time.sleep(request["rest"])
+            answer[f"{part}_queued"] = self.card.times(call, request["counts"], False)
+        return answer
+
+    def do_burst(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Milliseconds of an n x n x n product."""
+        n = request["n"]
+        a, b = (torch.randn(n, n, device=self.card.device).bfloat16() for _ in range(2))
+        return {"ms": self.card.times(lambda: torch.mm(a, b), (3, 12), True)}
+
+    def do_backend(self, request: dict[str, Any]) -> dict[str, Any]:
+        from rl_kernel import registry
+
+        return {"backend": registry.resolve("linear_logp", torch.device(self.card.device), torch.bfloat16).backend}
+
+
+def failed(error: BaseException) -> dict[str, Any]:
+    reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return {"status": "oom", "reason": reason}
+    return {"status": "blocked" if isinstance(error, ImportError) else "failure", "reason": reason}
+
+
+def serve(key: str, device: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    bench: Bench | None = None
+    for line in sys.stdin:
+        lost = False
+        try:
+            bench = bench or Bench(key, device)
+            answer = bench.answer(json.loads(line))
+        except Exception as error:  # noqa: BLE001 - any failure of a peer is a finding
+            import traceback
+
+            traceback.print_exc()
+            answer = failed(error)
+            lost = "CUDA error" in str(error)  # the context is gone, and every later call would fail with it
+        if "status" in answer and bench and not lost:
+            bench.variants.clear()
+            bench.card.clear()
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        if lost:
+            os._exit(1)
