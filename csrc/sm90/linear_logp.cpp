@@ -5,7 +5,10 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 namespace rlk::sm90 {
 namespace {
@@ -117,13 +120,39 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(
   return {out, ints, longs, reals, picked, stats, kept};
 }
 
-// Gradients with one segment of columns. kept: as above, becomes the gradient of the logits; without it the logits are
-// made again, a chunk of whole blocks of columns at a time within `workspace` bytes. dw [>= columns, H] bf16, or fp32 to
-// which the gradient is added; rows after `columns` are not written. Returns the gradient of the hidden states: fp32 sums
-// by slot, or bf16 by row; [0] unless need_hidden.
+// Balanced tree of sums [T, H] that arrive in order.
+class Tree {
+ public:
+  explicit Tree(cudaStream_t stream) : stream_(stream) {}
+
+  void push(Tensor sum, int64_t size = 1) {
+    for (; !finished_.empty() && finished_.back().first == size; size *= 2) {
+      Tensor left = take();
+      add(floats(left, "sum"), floats(sum, "sum"), left.numel(), stream_);
+      sum = left;
+    }
+    finished_.emplace_back(size, sum);
+  }
+  Tensor take() {
+    Tensor sum = finished_.back().second;
+    finished_.pop_back();
+    return sum;
+  }
+
+ private:
+  cudaStream_t stream_;
+  std::vector<std::pair<int64_t, Tensor>> finished_;
+};
+
+// Gradients. kept: as above, becomes the gradient of the logits; without it the logits are made again, a chunk of whole
+// blocks of columns at a time within `workspace` bytes. That of the hidden states is a tree over `segments` (a power of two)
+// of `segment_columns` columns each, the last ones possibly cut off or empty. dw [>= columns, H] bf16, or fp32 to which the
+// gradient is added; rows after `columns` are not written. Returns the gradient of the hidden states: fp32 sums by slot, or
+// bf16 by row; [0] unless need_hidden.
 Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor ints, Tensor longs, Tensor reals,
                    Tensor out, Maybe grad_logp, Maybe grad_lse, Maybe grad_entropy, int64_t start, int64_t columns,
-                   bool tempered, bool need_hidden, bool by_row, Maybe dw, int64_t workspace) {
+                   int64_t segments, int64_t segment_columns, bool tempered, bool need_hidden, bool by_row, Maybe dw,
+                   int64_t workspace) {
   const torch::stable::accelerator::DeviceGuard guard(picked.get_device_index());
   const int64_t tokens = picked.size(0), width = picked.size(1);
   const Matrix head = matrix(weight, "weight"), hidden = matrix(picked, "picked");
@@ -131,12 +160,17 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
                   "linear_logp backward: sizes do not fit");
   STD_TORCH_CHECK(!dw.has_value() || (dw->dim() == 2 && dw->size(0) >= columns && dw->size(1) == width),
                   "dw must be [>= columns, H]");
+  STD_TORCH_CHECK(segments > 0 && (segments & (segments - 1)) == 0 && segment_columns * segments >= columns &&
+                      (segments == 1 || segment_columns % 64 == 0),
+                  "segments: a power of two of them, each a multiple of 64 columns, that cover all columns");
   const int32_t real = aoti_torch_dtype_float32(), half = aoti_torch_dtype_bfloat16();
   const Slots slots(ints, longs, reals, tokens, tempered);
   const cudaStream_t stream = stream_of(picked);
   const int64_t available = (workspace - 4 * tokens * width) / (2 * tokens) / kBlockColumns;
   const int64_t step = kept.has_value() ? columns : std::max<int64_t>(1, available) * kBlockColumns;
-  const int64_t chunks = (columns + step - 1) / step;
+  const auto border = [&](int64_t segment) { return std::min(segment * segment_columns, columns); };
+  int64_t chunks = 0;
+  for (int64_t i = 0; i < segments; ++i) chunks += (border(i + 1) - border(i) + step - 1) / step;
   const int64_t orders = 4 * (up(tokens, 256) / 256) * (up(width, 256) / 256);
   Tensor counters = new_tensor(picked, aoti_torch_dtype_int32(), {chunks * (4 + orders)});
   int* counter = data<int>(counters, "counters", ScalarType::Int);
@@ -177,9 +211,8 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
     dlogits = {data<void>(*kept, "kept", ScalarType::BFloat16), tokens, columns, up(columns, 8)};
     gradient_in_place(rows, dlogits, stream);
   } else {
-    buffer = new_tensor(picked, half, {tokens * up(std::min(step, columns), 8)});
+    buffer = new_tensor(picked, half, {tokens * up(std::min({step, columns, segment_columns}), 8)});
   }
-  Tensor dh = new_tensor(picked, real, {need_hidden ? tokens : 0, need_hidden ? width : 0});
 
   Backward task;
   task.hidden = hidden;
@@ -189,33 +222,53 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
                           : wide ? static_cast<char*>(static_cast<void*>(floats(*dw, "dw")))
                                  : data<char>(*dw, "dw", ScalarType::BFloat16);
   task.dw_output = wide ? 2 : 0;
-  for (int64_t first = 0; first < columns; first += step, counter += 4 + orders) {
-    const int64_t count = std::min(step, columns - first);
-    const Matrix part = first_rows(head, first, count);
-    if (!kept.has_value()) {
-      dlogits = {buffer.data_ptr(), tokens, count, up(count, 8)};
-      rows.start = start + first;
-      rows.columns = static_cast<int>(count);
-      recompute(hidden, part, rows, dlogits, counter, stream);
+  Tree tree(stream);
+  for (int64_t segment = 0; segment < segments; ++segment) {
+    const int64_t begin = border(segment), end = border(segment + 1);
+    // The right one of two neighbours is added to the left one by its product where it is a single block.
+    const bool joins = need_hidden && segment % 2 == 1 && end > begin && end - begin <= std::min(kBlockColumns, step);
+    Tensor total;
+    float* sums = nullptr;
+    if (need_hidden) {
+      total = joins ? tree.take() : new_tensor(picked, real, {tokens, width});
+      sums = floats(total, "dh");
+      if (end == begin && cudaMemsetAsync(sums, 0, static_cast<size_t>(total.numel()) * 4, stream) != cudaSuccess) {
+        throw std::runtime_error("linear_logp backward: memory could not be set to zero");
+      }
     }
-    task.dlogits = dlogits;
-    task.weight = part;
-    task.columns = count;
-    task.dh_continues = first > 0;
-    task.order = counter + 4;
-    float* sums = need_hidden ? floats(dh, "dh") : nullptr;
-    void* own = weight_gradient == nullptr ? nullptr : weight_gradient + first * width * (wide ? 4 : 2);
-    // Few tiles of dh leave processors idle at the end: tiles of dw fill them. Many do not.
-    if (sums != nullptr && own != nullptr && orders / 4 * ((count + kBlockColumns - 1) / kBlockColumns) > kSeparate) {
-      task.dh = sums, task.dw = nullptr;
-      backward(task, counter + 1, stream);
-      task.dh = nullptr, task.dw = own;
-      backward(task, counter + 2, stream);
-    } else if (sums != nullptr || own != nullptr) {
-      task.dh = sums, task.dw = own;
-      backward(task, counter + 1, stream);
+    for (int64_t first = begin; first < end; first += step, counter += 4 + orders) {
+      const int64_t count = std::min(step, end - first);
+      char* own = weight_gradient;
+      if (kept.has_value()) {  // the first product makes all of dw
+        task.weight = first_rows(head, 0, columns);
+        task.first_column = first;
+        weight_gradient = nullptr;
+      } else {
+        task.weight = first_rows(head, first, count);
+        dlogits = {buffer.data_ptr(), tokens, count, up(count, 8)};
+        rows.start = start + first;
+        rows.columns = static_cast<int>(count);
+        recompute(hidden, task.weight, rows, dlogits, counter, stream);
+        if (own != nullptr) own += first * width * (wide ? 4 : 2);
+      }
+      task.dlogits = dlogits;
+      task.columns = count;
+      task.dh_continues = joins || first > begin;
+      task.order = counter + 4;
+      // Few tiles of dh leave processors idle at the end: tiles of dw fill them. Many do not.
+      if (sums != nullptr && own != nullptr && orders / 4 * ((count + kBlockColumns - 1) / kBlockColumns) > kSeparate) {
+        task.dh = sums, task.dw = nullptr;
+        backward(task, counter + 1, stream);
+        task.dh = nullptr, task.dw = own;
+        backward(task, counter + 2, stream);
+      } else if (sums != nullptr || own != nullptr) {
+        task.dh = sums, task.dw = own;
+        backward(task, counter + 1, stream);
+      }
     }
+    if (need_hidden) tree.push(total, joins ? 2 : 1);
   }
+  Tensor dh = need_hidden ? tree.take() : new_tensor(picked, real, {0, 0});
   if (!need_hidden || !by_row) return dh;
   Tensor rounded = new_tensor(picked, half, {tokens, width});
   place_rows(floats(dh, "dh"), slots.place, matrix(rounded, "rounded"), stream);
@@ -274,7 +327,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
   m.def(
       "sm90_linear_logp_backward(Tensor weight, Tensor picked, Tensor(a!)? kept, Tensor? stats, Tensor ints,"
       " Tensor longs, Tensor(b!) reals, Tensor out, Tensor? grad_logp, Tensor? grad_lse, Tensor? grad_entropy,"
-      " int start, int columns, bool tempered, bool need_hidden, bool by_row, Tensor(c!)? dw, int workspace) -> Tensor");
+      " int start, int columns, int segments, int segment_columns, bool tempered, bool need_hidden, bool by_row,"
+      " Tensor(c!)? dw, int workspace) -> Tensor");
   m.def(
       "sm90_token_loss(Tensor out, Tensor targets, int ignore, Tensor old_logp, Tensor advantages, Tensor? mask,"
       " Tensor? normalizer, float scale, float low, float high, float entropy_weight) -> (Tensor, Tensor)");

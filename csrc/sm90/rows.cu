@@ -387,6 +387,15 @@ __global__ void __launch_bounds__(256) place_kernel(
   reinterpret_cast<uint4*>(out)[at] = packed;
 }
 
+__global__ void __launch_bounds__(256) add_kernel(float4* left, const float4* right, int64_t count) {
+  await_previous();
+  let_next_start();
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+  if (at >= count) return;
+  const float4 a = left[at], b = __ldcs(right + at);
+  left[at] = make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+}
+
 // One warp a leaf; lane holds columns 4 lane .. 4 lane + 3.
 __global__ void logits_kernel(Rows rows, const float* logits, int64_t tokens, int64_t columns, int64_t stride) {
   const int leaf = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -493,6 +502,12 @@ void place_rows(const float* values, const int* place, Matrix out, cudaStream_t 
   if (out.rows == 0 || out.cols == 0) return;
   launch_dependent("rounding of rows", place_kernel, blocks(out.rows * (out.cols / 8), 256), 256, stream, values, place,
                    static_cast<__nv_bfloat16*>(out.data), out.rows, out.cols / 8);
+}
+
+void add(float* left, const float* right, int64_t count, cudaStream_t stream) {
+  if (count == 0) return;
+  launch_dependent("sum of segments", add_kernel, blocks(count / 4, 256), 256, stream, reinterpret_cast<float4*>(left),
+                   reinterpret_cast<const float4*>(right), count / 4);
 }
 
 void tree_nodes(Rows rows, const float* m, const int* ranges, int count, float* nodes, int64_t tokens,

@@ -196,13 +196,15 @@ def gradients(
     upstream: tuple[torch.Tensor | None, ...],
     start: int,
     columns: int,
+    segments: tuple[int, int],
     need_hidden: bool,
     by_row: bool,
     dw: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Gradients with one segment of columns, kept or recomputed logits, in one operator.
+    """Gradients with kept or recomputed logits, in one operator.
 
     Args:
+        segments: how many, a power of two, and the columns of each; the last ones may be cut off or empty.
         kept, stats: of :func:`forward`; ``kept`` becomes the gradient of the logits. ``None``: recompute.
         upstream: (g_logp, g_lse, g_ent) by row, ``None`` for zero.
         dw: bf16, or fp32 to which the gradient is added; rows from ``columns`` on are left alone.
@@ -213,7 +215,7 @@ def gradients(
     return torch.ops.rlk.sm90_linear_logp_backward.default(
         matrix(weight, "lm_head_weight"), slots.hidden, kept, stats if kept is not None else None, slots.ints,
         slots.longs, slots.reals, out, *(g if g is None else g.to(torch.float32) for g in upstream), start, columns,
-        slots.tempered, need_hidden, by_row, dw, WORKSPACE_BYTES,
+        *segments, slots.tempered, need_hidden, by_row, dw, WORKSPACE_BYTES,
     )  # fmt: skip
 
 

@@ -118,32 +118,32 @@ class Call:
         upstream: tuple[torch.Tensor | None, ...],
         need_hidden: bool,
         dw: torch.Tensor | None,
-        accumulate: bool = False,
     ) -> torch.Tensor | None:
-        """Gradient of the hidden states by row, and that of the weight into ``dw``."""
+        """Gradient of the hidden states by row, and that of the weight into ``dw``, or added to it if that is fp32."""
         columns = self.columns
-        segments = self.local_segments() if need_hidden else [(0, columns)]
-        if columns and len(segments) == 1:
-            dh = sm90.gradients(
-                weight, slots, kept, stats, out, upstream, self.start, columns, need_hidden, self.group is None, dw
-            )
-            if not need_hidden:
-                return None
-            return dh if self.group is None else self.finish_hidden(dh, slots)
-        rows = sm90.matrix(weight, "lm_head_weight")[:columns]
-        target = None if dw is None or not columns else dw[:columns]
-        table = sm90.row_table((out[3], out[4], out[2]), upstream, slots, self.start)
-        common: dict[str, Any] = {"dw_accumulate": accumulate, "active": slots.active}
-        if kept is not None and stats is not None:
-            kept = kept[:, :columns]
-            sm90.make_gradients(kept, stats, table, slots.active)
-            partial = sm90.both_products(slots.hidden, rows, kept, segments, target, **common)
-        else:
-            partial = sm90.recomputed(
-                slots.hidden, weight, slots.temperature, slots.targets, self.start, table, segments, target,
-                need_hidden=need_hidden, **common,
-            )  # fmt: skip
-        return self.finish_hidden(partial, slots) if partial is not None else None
+        if not columns:
+            zeros = torch.zeros(slots.hidden.shape, dtype=torch.float32, device=out.device)
+            return self.finish_hidden(zeros, slots) if need_hidden else None
+        segments = (
+            (len(self.local_segments()), self.layout.segment_columns(self.segments)) if need_hidden else (1, columns)
+        )
+        dh = sm90.gradients(
+            weight,
+            slots,
+            kept,
+            stats,
+            out,
+            upstream,
+            self.start,
+            columns,
+            segments,
+            need_hidden,
+            self.group is None,
+            dw,
+        )
+        if not need_hidden:
+            return None
+        return dh if self.group is None else self.finish_hidden(dh, slots)
 
 
 @dataclass
@@ -201,7 +201,7 @@ class _LinearLogp(torch.autograd.Function):
         main_grad = ctx.main_grad if need_weight else None
         dw = sm90.new_weight_gradient(weight, call.columns) if need_weight and main_grad is None else None
         target = dw if main_grad is None else main_grad
-        dh = call.gradients(weight, slots, kept, stats, out, upstream[:3], need_hidden, target, main_grad is not None)
+        dh = call.gradients(weight, slots, kept, stats, out, upstream[:3], need_hidden, target)
         if main_grad is not None and hasattr(ctx.parameter, "grad_added_to_main_grad"):
             # Megatron's hooks run when a gradient arrives; with this flag they do not read it.
             ctx.parameter.grad_added_to_main_grad = True
