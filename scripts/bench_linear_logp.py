@@ -48,8 +48,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-import linear_logp_table
-from linear_logp_worker import OURS, serve
+import bench_linear_logp_table
+from bench_linear_logp_worker import OURS, serve
 from peers import PEERS
 
 SHAPES = {
@@ -299,7 +299,7 @@ class Run:
             }
             rows += [row.finish(t * h * v / 1e9, self.report["cublas_tflops"], library) for row in group]
         report = self.report | {"seconds": round(self.seconds(), 1), "rows": rows}
-        linear_logp_table.write(self.args.out, report)
+        bench_linear_logp_table.write(self.args.out, report)
 
     def measure(self) -> None:
         spent: dict[tuple[str, bool], float] = {}
@@ -339,7 +339,7 @@ class Run:
             self.write()
         finally:
             self.end()
-        print("\n".join(linear_logp_table.comparison(json.loads(Path(self.args.out + ".json").read_text()))))
+        print("\n".join(bench_linear_logp_table.comparison(json.loads(Path(self.args.out + ".json").read_text()))))
 
 
 def facts(args: argparse.Namespace) -> dict[str, Any]:
@@ -412,7 +412,7 @@ def main() -> None:
     if args.worker:
         serve(args.worker, args.device)
     elif args.table:
-        linear_logp_table.write(args.out, json.loads(Path(args.table).read_text(encoding="utf-8")))
+        bench_linear_logp_table.write(args.out, json.loads(Path(args.table).read_text(encoding="utf-8")))
     else:
         report = facts(args)
         print(f"{report['card']}, {report['versions']}", flush=True)

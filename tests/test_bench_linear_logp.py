@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import bench_linear_logp as bench  # noqa: E402
-import linear_logp_table as table  # noqa: E402
+import bench_linear_logp_table as table  # noqa: E402
 from peers import PEERS, Peer  # noqa: E402
 
 # Answers what it is told to, never, or ends.
