@@ -94,10 +94,12 @@ def inputs(shape: Sequence[int], device: str) -> Tensors:
     return h.bfloat16(), w, t, torch.randn(tokens, device=device, generator=g)
 
 
-def without_gradients(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def without_gradients(call: Call, h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> Callable[[], torch.Tensor]:
+    h, w = h.detach(), w.detach()  # some look at requires_grad alone
+
     def forward() -> torch.Tensor:
         with torch.no_grad():
-            return call()
+            return call(h, w, t)
 
     return forward
 
@@ -122,7 +124,7 @@ def of_peer(peer: Peer, call: Call, h: torch.Tensor, w: torch.Tensor, t: torch.T
         out = call(h, w, t)
         return (out, *torch.autograd.grad(out, (h, w), None if upstream is None else upstream.to(out.dtype)))
 
-    return Variant(without_gradients(lambda: call(h, w, t)), both, peer.operations, peer.logp)
+    return Variant(without_gradients(call, h, w, t), both, peer.operations, peer.logp)
 
 
 def of_ours(name: str, h: torch.Tensor, w: torch.Tensor, t: torch.Tensor, g: torch.Tensor) -> Variant:
@@ -142,7 +144,7 @@ def of_ours(name: str, h: torch.Tensor, w: torch.Tensor, t: torch.Tensor, g: tor
 
         return both
 
-    def forward() -> torch.Tensor:
+    def forward(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         bound(8192)
         return linear_logp(h, w, t).logp
 
@@ -154,7 +156,7 @@ def of_ours(name: str, h: torch.Tensor, w: torch.Tensor, t: torch.Tensor, g: tor
         return (logp, *torch.autograd.grad(loss, (h, w)))
 
     if name == "kept":
-        return Variant(without_gradients(forward), scheduled(8192), 6, True)
+        return Variant(without_gradients(forward, h, w, t), scheduled(8192), 6, True)
     if name == "fused policy loss, 512 MiB":
         return Variant(None, fused, 6, True)
     return Variant(None, scheduled(512 if h.shape[0] > 4000 else 64), 8, True)
