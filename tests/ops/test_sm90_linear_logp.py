@@ -287,3 +287,101 @@ def test_second_backward_recomputes():
     first = torch.autograd.grad(out.logp.sum(), (h, w), retain_graph=True)
     assert_same(torch.autograd.grad(out.logp.sum(), (h, w)), first)
     assert sm90_schedules.run is sm90.operator()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 796, 1820, 6827])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_rows_that_take_part_come_first(tokens, share):
+    g = torch.Generator(device="cuda").manual_seed(tokens)
+    h = torch.randn(tokens, 136, device="cuda", generator=g).bfloat16()[:, :128]  # rows apart
+    t = torch.randint(0, 500, (tokens + 1,), device="cuda", generator=g)[1:]
+    t = torch.where(torch.rand(tokens, device="cuda", generator=g) < share, -100, t)
+    temperature = mixed_temperature(tokens)
+    out = torch.ones(5, tokens, device="cuda")
+    slots = sm90.select(h, t, temperature, -100, out, absent=3.0)
+    active, ignored = (t != -100).nonzero()[:, 0], (t == -100).nonzero()[:, 0]
+    order = torch.cat([active, ignored])
+    count = len(active)
+    assert slots.active.tolist() == [count] + [0] * 63
+    assert torch.equal(slots.order, order) and torch.equal(slots.targets, t[order])
+    assert torch.equal(slots.temperature, temperature[order]) and bool((slots.z_target == 3.0).all())
+    place = torch.full((tokens,), -1, device="cuda", dtype=torch.int32)
+    place[active] = torch.arange(count, device="cuda", dtype=torch.int32)
+    assert torch.equal(slots.place, place)
+    assert differing(slots.hidden[:count], h[active]) == 0
+    assert not slots.hidden[count : min(-(-count // 64) * 64, tokens)].count_nonzero()
+    assert not out[:, ignored].count_nonzero() and bool((out[:, active] == 1).all())
+
+
+@pytest.mark.parametrize("leaves", [1, 5, 32, 33, 594, 640, 641, 1187, 2100])
+def test_merge_equals_the_tree_of_the_other_backends(leaves):
+    from rl_kernel.ops.logp import triton as finish
+
+    tokens = 45
+    g = torch.Generator(device="cuda").manual_seed(leaves)
+    stats = torch.randn(3, tokens, leaves, device="cuda", generator=g)
+    stats[0] = stats[0] * 20 + torch.rand(tokens, leaves, device="cuda", generator=g)
+    stats[1] = stats[1].abs() + 1
+    stats[:, ::4, leaves // 2 : leaves // 2 + leaves // 3] = torch.tensor([-torch.inf, 0.0, 0.0], device="cuda")[
+        :, None, None
+    ]
+    z = torch.randn(tokens, device="cuda", generator=g)
+    out = torch.zeros(5, tokens, device="cuda")
+    order = torch.randperm(tokens, device="cuda", generator=g)
+    count = torch.tensor([tokens - 3], device="cuda", dtype=torch.int32)
+    torch.ops.rlk.sm90_merge(stats, z, count, 2, order, out)
+    m, expected = finish.whole_rows(stats, z)
+    expected = torch.stack([*expected[:3], m, expected[3]])
+    rows = order[: tokens - 5]
+    assert_same([out[:, rows]], [expected[:, : tokens - 5]])
+    assert not out[:, order[tokens - 5 :]].count_nonzero()
+    stats[1, :, 0] += 1
+    assert differing(finish.whole_rows(stats, z)[1], expected[[0, 1, 2, 4]])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("segments", [4, 8])
+def test_segments_with_ignored_rows(segments, share):
+    h, w, t = operands(*SHAPES[1])
+    g = torch.Generator(device="cuda").manual_seed(4)
+    t = torch.where(torch.rand(len(t), device="cuda", generator=g) < share, -100, t)
+    common = {"grad_segments": segments, "global_vocab_size": 16000}  # segments cut off and empty
+    t = torch.where(t >= 16000, -100, t)
+    kept = both(h, w, t, **common)
+    for mib in (512, 1):
+        assert_same(both(h, w, t, mib=mib, **common), kept)
+    assert_same(both(h, w, t, backend="triton", **common), kept)
+    common["global_vocab_size"] = 40000
+    wide = both(h, w, t, **common)
+    assert_same(both(h, w, t, backend="library", **common), wide)
+    assert share == 1.0 or differing(wide[3], kept[3])
+
+
+def test_several_streams_and_a_graph():
+    h, w, t = operands(*SHAPES[0])
+    t = t.clamp(max=5002)
+    t[3] = -100
+    h, w = h.requires_grad_(), w.requires_grad_()
+    upstream = torch.randn(len(t), device="cuda")
+
+    def call():
+        out = linear_logp(h, w, t, global_vocab_size=5003)
+        return [out.logp.detach(), *torch.autograd.grad(out.logp, (h, w), upstream)]
+
+    expected = call()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    found = []
+    for stream in streams * 3:
+        with torch.cuda.stream(stream):
+            found.append(call())
+    torch.cuda.synchronize()
+    for result in found:
+        assert_same(result, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for x in captured:
+        x.zero_()
+    graph.replay()
+    assert_same(captured, expected)
