@@ -113,7 +113,7 @@ struct LibraryAlgorithm {
 // bf16 out[M, N] = x[M, K] w[N, K]^T by that algorithm without split-K; throws where the library does not have it.
 void library_product(Matrix x, Matrix w, void* out, LibraryAlgorithm how, int device, cudaStream_t stream);
 // left += right, `count` a multiple of 4.
-void add(float* left, const float* right, int64_t count, cudaStream_t stream);
+void accumulate(float* left, const float* right, int64_t count, cudaStream_t stream);
 // x *= *factor in bf16 arithmetic, not touched where the factor is 1.
 void scale(void* x, const float* factor, int64_t count, cudaStream_t stream);
 void elementwise(const float* x, float* y, int64_t count, bool logarithm, cudaStream_t stream);

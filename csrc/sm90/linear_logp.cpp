@@ -128,7 +128,7 @@ class Tree {
   void push(Tensor sum, int64_t size = 1) {
     for (; !finished_.empty() && finished_.back().first == size; size *= 2) {
       Tensor left = take();
-      add(floats(left, "sum"), floats(sum, "sum"), left.numel(), stream_);
+      accumulate(floats(left, "sum"), floats(sum, "sum"), left.numel(), stream_);
       sum = left;
     }
     finished_.emplace_back(size, sum);

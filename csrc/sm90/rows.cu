@@ -504,7 +504,7 @@ void place_rows(const float* values, const int* place, Matrix out, cudaStream_t 
                    static_cast<__nv_bfloat16*>(out.data), out.rows, out.cols / 8);
 }
 
-void add(float* left, const float* right, int64_t count, cudaStream_t stream) {
+void accumulate(float* left, const float* right, int64_t count, cudaStream_t stream) {
   if (count == 0) return;
   launch_dependent("sum of segments", add_kernel, blocks(count / 4, 256), 256, stream, reinterpret_cast<float4*>(left),
                    reinterpret_cast<const float4*>(right), count / 4);
