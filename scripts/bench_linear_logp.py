@@ -8,13 +8,13 @@ Liger, cut-cross-entropy and verl; by default all of them, and one that is not i
 status of a row is ``pass``, ``blocked``, ``oom`` or ``failure`` (an exception, NaN, another loss or other gradients
 than torch eager's, or more time than ``--peer-seconds``); none of these ends the run.
 
-Each implementation lives in a process of its own. All compile at the same time, for all shapes, before anything is
-measured; then one at a time is measured, while the others wait. Over the run each has two turns at every shape, ours,
-torch.compile and QuACK up to four as the time allows, every other round in reverse order, so that a drift of the clock
-meets all of them. A turn is 3 warm-up and 6 timed calls
-(2 and 4 from 1.2e12 multiply-adds a product on) after a rest, CUDA events around each call; a figure is the median of
-all timed calls, and its spread is the range of the medians of the turns. The upstream gradient is one value a token;
-where a peer only takes the mean loss, it is marked. Inputs have the peaked softmax of a trained model.
+Each implementation lives in a process of its own. All compile for all shapes before anything is measured, torch.compile
+first (it times what it makes), the rest at the same time; then one at a time is measured, while the others wait. Each
+has two turns at every shape, ours, torch.compile and QuACK up to four as the time allows, every other round in reverse
+order, so that a drift of the clock meets all of them. A turn is 3 warm-up and 6 timed calls (2 and 4 from 1.2e12
+multiply-adds a product on) after a rest, CUDA events around each call. A figure is the median of all timed calls, its
+spread the range of the medians of the turns. The upstream gradient is one value a token; a peer that only takes the
+mean loss is marked. Inputs have the peaked softmax of a trained model.
 
 Two methods: ``queued`` lets calls follow each other without waiting for the GPU in between, as a training step does
 (caches are not cleared: the weight alone is larger than the L2); ``latency`` waits after each call, so that the time of
@@ -38,8 +38,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -220,30 +221,46 @@ class Run:
         return [row for rows in self.rows.values() for row in rows]
 
     def compile(self) -> None:
-        """All implementations at once, each shape after shape."""
+        """Each shape after shape: torch.compile, which times what it makes, then the rest at the same time."""
+        quiet = threading.Event()
+
+        def warm(key: str) -> None:
+            answer = self.workers[key].ask(max(self.args.compile_seconds - self.seconds(), 1), do="start")
+            if key != "compile":
+                quiet.wait(max(self.args.compile_seconds - self.seconds(), 1))
+            for i, shape in enumerate(self.shapes.values()):
+                if answer.get("status") == "blocked":  # it cannot be imported
+                    self.stop(key, self.shapes, answer)
+                    break
+                answer = self.workers[key].ask(
+                    max(self.args.compile_seconds - self.seconds(), 1), do="warm", shape=shape
+                )
+                if answer.get("reason", "").startswith("no answer"):
+                    answer["reason"] = f"not compiled {self.args.compile_seconds:.0f} s after the start"
+                    self.stop(key, list(self.shapes)[i:], answer)
+                    break
 
         def one(key: str) -> float:
-            began = time.monotonic()
-            for name, shape in self.shapes.items():
-                left = self.args.compile_seconds - self.seconds()
-                answer = self.workers[key].ask(max(left, 1), do="warm", shape=shape)
-                if answer.get("status") == "blocked":  # it cannot be imported
-                    for row in self.all():
-                        if row.key == key:
-                            row.stop("blocked", answer["reason"])
-                    break
-                if answer.get("reason", "").startswith("no answer"):
-                    for later in list(self.shapes)[list(self.shapes).index(name) :]:
-                        for row in self.rows[later]:
-                            if row.key == key:
-                                row.stop("failure", f"not compiled {self.args.compile_seconds:.0f} s after the start")
-                    break
-            return round(time.monotonic() - began, 1)
+            try:
+                warm(key)
+            finally:
+                if key == "compile":
+                    quiet.set()
+            return round(self.seconds(), 1)
 
         keys = self.alive()
+        if "compile" not in keys:
+            quiet.set()
         with ThreadPoolExecutor(len(keys)) as pool:
-            self.report["compile_s"] = dict(zip(keys, pool.map(one, keys)))
-        print(f"compiled: {self.report['compile_s']}", flush=True)
+            self.report["compiled_s"] = dict(zip(keys, pool.map(one, keys)))
+        print(f"compiled, seconds since the start: {self.report['compiled_s']}", flush=True)
+        for reason in dict.fromkeys(f"{row.variant}: {row.row['reason']}" for row in self.all() if row.over):
+            print(f"  {reason}", flush=True)
+
+    def stop(self, key: str, shapes: Iterable[str], answer: Mapping[str, Any]) -> None:
+        for row in self.all():
+            if row.key == key and row.row["shape"] in shapes:
+                row.stop(answer["status"], answer["reason"])
 
     def counts(self, shape: Sequence[int]) -> tuple[int, int]:
         """Warm-up and timed calls of a turn."""
@@ -384,7 +401,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--turns", type=int, default=2, help="rounds of measurements; from the third on only the near ones"
     )
     parser.add_argument("--rest", type=float, default=0.2, help="seconds of idling before each measurement")
-    parser.add_argument("--seconds", type=float, default=185, help="no round after the first that would end later")
+    parser.add_argument("--seconds", type=float, default=190, help="no round after the first that would end later")
     parser.add_argument("--compile-seconds", type=float, default=90, help="for compiling, from the start")
     parser.add_argument("--peer-seconds", type=float, default=150, help="for one peer in all, compilation included")
     parser.add_argument("--table", metavar="JSON", help="write OUT.md from this report again; measures nothing")

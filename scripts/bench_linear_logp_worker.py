@@ -201,6 +201,9 @@ class Bench:
             self.at(request["shape"])
         return getattr(self, "do_" + request["do"])(request)
 
+    def do_start(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
     def do_inputs(self, request: dict[str, Any]) -> dict[str, Any]:
         self.card.clear()
         return {}
