@@ -5,6 +5,11 @@ Two rules keep the bits of a Triton kernel independent of its launch:
 * sums over elements go through :func:`tree_sum`, an explicit binary tree, because the order inside ``tl.sum`` follows
   the register layout and changes with ``num_warps``;
 * every kernel is launched with ``enable_fp_fusion=False``, so that a product and a sum round separately.
+
+A third keeps compilations out of a run. Triton makes a kernel for every class of an integer (1, a multiple of 16, any
+other), every alignment of a pointer and every constant, so arguments that follow the number of tokens, sequences or
+keys are ``do_not_specialize``, and no constant depends on them but through the size classes of the launch tables.
+Extents and strides of a model stay specialised: wide loads need to know that they are multiples of 16.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def run(family: str, sample: bool) -> tuple[list[dict[str, Any]], list[str]]:
         with audit.record(family) as launches:
             call()
         for launch in launches:
-            key = launch.identity()
+            key = launch.identity(family)
             if key in seen:
                 continue
             seen.add(key)

@@ -29,6 +29,7 @@ import triton.language as tl
 from rl_kernel.contract import KEY_BLOCK, attention_variant
 from rl_kernel.errors import ContractError
 from rl_kernel.ops.attention import hopper, triton_backward
+from rl_kernel.ops.attention.triton_backward import find_sequence
 from rl_kernel.registry import Request
 from rl_kernel.triton_utils import (
     LN2,
@@ -100,38 +101,29 @@ def _offsets(
     return key, live, offset
 
 
-@triton.jit
-def _find(tile, cu_ptr, batch, G, BM: tl.constexpr, BATCH: tl.constexpr, MINIMUM: tl.constexpr):
-    """Which sequence a tile belongs to, and its number inside the sequence (integer sums: no order to keep)."""
-    index = tl.arange(0, BATCH)
-    inside = index < batch
-    begin = tl.load(cu_ptr + index, mask=inside, other=0)
-    end = tl.load(cu_ptr + index + 1, mask=inside, other=0)
-    rows = (end - begin) * G
-    tiles = tl.where(rows > MINIMUM, (rows + BM - 1) // BM, 0)
-    upto = tl.cumsum(tiles, 0)
-    sequence = tl.sum((upto <= tile).to(tl.int32), 0)
-    before = tl.max(tl.where(index < sequence, upto, 0), 0)
-    return sequence, tile - before
-
-
-@triton.jit
+@triton.jit(
+    do_not_specialize=["batch", "search", "table_stride"],
+    do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr", "table_ptr"],
+)
 def _prefill(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, table_ptr, batch, G, scale_log2,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, table_ptr, batch, search, G, scale_log2,
     q_token, q_head, k_page, k_slot, k_token, k_head, v_page, v_slot, v_token, v_head, table_stride, heads,
-    BM: tl.constexpr, KB: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BATCH: tl.constexpr,
-    MINIMUM: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, KB: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, MINIMUM: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows against all its keys. PAGE > 0: cu_k_ptr holds sequence lengths and the keys are paged."""
+    """A tile of rows against all its keys. PAGE > 0: cu_k_ptr holds sequence lengths and the keys are paged.
+
+    Sequences of at most MINIMUM rows are somebody else's.
+    """
     # Heads are the fastest axis, and of every sequence the latest tiles, which see the most keys, come first.
     kv_heads = heads // G
     kv_head = tl.program_id(0) % kv_heads
     index = (tl.num_programs(0) - 1 - tl.program_id(0)) // kv_heads
-    sequence, tile = _find(index, cu_q_ptr, batch, G, BM, BATCH, MINIMUM)
-    if sequence >= batch:
-        return
+    sequence, tile = find_sequence(index, cu_q_ptr, batch, search, G, BM)
     q_begin = tl.load(cu_q_ptr + sequence)
     q_count = tl.load(cu_q_ptr + sequence + 1) - q_begin
+    if (tile < 0) | (tile * BM >= q_count * G) | (q_count * G <= MINIMUM):
+        return
     if PAGE == 0:
         k_begin = tl.load(cu_k_ptr + sequence)
         k_count = tl.load(cu_k_ptr + sequence + 1) - k_begin
@@ -170,7 +162,10 @@ def _prefill(
     tl.store(lse_ptr + lse_at, (m + tl.log2(length)) * LN2, mask=live)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride", "max_blocks", "blocks"],
+    do_not_specialize_on_alignment=["cu_q_ptr", "lens_ptr", "table_ptr"],
+)
 def _decode(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_m_ptr, part_l_ptr, part_o_ptr,
     cu_q_ptr, lens_ptr, table_ptr, G, scale_log2,
@@ -221,7 +216,10 @@ def _decode(
         tl.store(lse_ptr + at, (m + tl.log2(length)) * LN2, mask=live)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["max_blocks"],
+    do_not_specialize_on_alignment=["lse_ptr", "part_m_ptr", "part_l_ptr", "cu_q_ptr", "lens_ptr"],
+)
 def _combine(
     out_ptr, lse_ptr, part_m_ptr, part_l_ptr, part_o_ptr, cu_q_ptr, lens_ptr, G, heads, kv_heads, max_blocks,
     BM: tl.constexpr, KB: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
@@ -309,12 +307,12 @@ def portable_forward(
     if tokens:
         row = launch_row("attention", dim)
         batch = cu_q.numel() - 1
-        tiles = triton.cdiv(tokens * group, row["BM"]) + batch
+        tiles = tokens * group // row["BM"] + batch
         with device_guard(q):
             _prefill[(tiles * k.shape[1],)](
-                q, k, v, out, lse, cu_q, cu_k, cu_k, batch, group, scale_log2,
+                q, k, v, out, lse, cu_q, cu_k, cu_k, batch, (batch - 1).bit_length(), group, scale_log2,
                 q.stride(0), q.stride(1), 0, 0, k.stride(0), k.stride(1), 0, 0, v.stride(0), v.stride(1), 0, heads,
-                row["BM"], key_block(), dim, 0, next_power_of_2(batch), 0, row["stages"],
+                row["BM"], key_block(), dim, 0, 0, row["stages"],
                 **options(row["warps"], row["stages"], dot=True),
             )  # fmt: skip
     return out, lse
@@ -382,12 +380,13 @@ def paged_forward(
                 small, kb, dim, 4, **options(1, 4),
             )  # fmt: skip
         if max_query_len is None or max_query_len * group > small:
-            tiles = triton.cdiv(tokens * group, prefill["BM"]) + batch
+            tiles = tokens * group // prefill["BM"] + batch
             _prefill[(tiles * kv_heads,)](
-                q, k_cache, v_cache, out, lse, cu_q, seq_lens, block_table, batch, group, scale_log2,
+                q, k_cache, v_cache, out, lse, cu_q, seq_lens, block_table,
+                batch, (batch - 1).bit_length(), group, scale_log2,
                 q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), 0, k_cache.stride(2),
                 v_cache.stride(0), v_cache.stride(1), 0, v_cache.stride(2), block_table.stride(0), heads,
-                prefill["BM"], kb, dim, page, next_power_of_2(batch), small, prefill["stages"],
+                prefill["BM"], kb, dim, page, small, prefill["stages"],
                 **options(prefill["warps"], prefill["stages"], dot=True),
             )  # fmt: skip
     return out

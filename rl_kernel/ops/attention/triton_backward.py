@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from rl_kernel.ops.attention import hopper
-from rl_kernel.triton_utils import LOG2E, device_guard, launch_row, next_power_of_2, options, tree_sum
+from rl_kernel.triton_utils import LOG2E, device_guard, launch_row, options, tree_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _delta(dout_ptr, out_ptr, delta_ptr, rows, D: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = row.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
@@ -30,29 +30,38 @@ def _delta(dout_ptr, out_ptr, delta_ptr, rows, D: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def _find_sequence(tile, cu_ptr, batch, G, SIZE: tl.constexpr, BATCH: tl.constexpr):
-    index = tl.arange(0, BATCH)
-    inside = index < batch
-    count = tl.load(cu_ptr + index + 1, mask=inside, other=0) - tl.load(cu_ptr + index, mask=inside, other=0)
-    tiles = (count * G + SIZE - 1) // SIZE
-    upto = tl.cumsum(tiles, 0)
-    sequence = tl.sum((upto <= tile).to(tl.int32), 0)
-    return sequence, tile - tl.max(tl.where(index < sequence, upto, 0), 0)
+def find_sequence(tile, cu_ptr, batch, search, G, SIZE: tl.constexpr):
+    """Sequence of a tile of ``SIZE`` rows and its number inside; sequence s starts at tile ``cu[s] * G // SIZE + s``.
+
+    ``search`` halvings find it among ``batch``: a loop, so that no number of sequences has a kernel of its own. Up to
+    one tile a sequence begins past its rows.
+    """
+    low = tl.full([], 0, tl.int32)
+    high = batch - 1
+    for _ in range(search):
+        middle = (low + high + 1) // 2
+        below = tl.load(cu_ptr + middle) * G // SIZE + middle <= tile
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle - 1)
+    return low, tile - (tl.load(cu_ptr + low) * G // SIZE + low)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["batch", "search"],
+    do_not_specialize_on_alignment=["lse_ptr", "delta_ptr", "cu_q_ptr", "cu_k_ptr"],
+)
 def _dkdv(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, batch, G, scale, scale_log2,
-    q_token, q_head, k_token, k_head, v_token, v_head, heads, kv_heads,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BATCH: tl.constexpr, STAGES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, batch, search, G,
+    scale, scale_log2, q_token, q_head, k_token, k_head, v_token, v_head, heads, kv_heads,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    sequence, tile = _find_sequence(tl.program_id(0), cu_k_ptr, batch, 1, BN, BATCH)
-    if sequence >= batch:
-        return
+    sequence, tile = find_sequence(tl.program_id(0), cu_k_ptr, batch, search, 1, BN)
     kv_head = tl.program_id(1)
     q_begin, k_begin = tl.load(cu_q_ptr + sequence), tl.load(cu_k_ptr + sequence)
     q_count = tl.load(cu_q_ptr + sequence + 1) - q_begin
     k_count = tl.load(cu_k_ptr + sequence + 1) - k_begin
+    if (tile < 0) | (tile * BN >= k_count):
+        return
     shift = k_count - q_count
     key = tile * BN + tl.arange(0, BN)
     live_k = (key < k_count)[:, None]
@@ -87,19 +96,22 @@ def _dkdv(
     tl.store(dv_ptr + out, dv.to(dv_ptr.dtype.element_ty), mask=live_k)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["batch", "search"],
+    do_not_specialize_on_alignment=["lse_ptr", "delta_ptr", "cu_q_ptr", "cu_k_ptr"],
+)
 def _dq(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, batch, G, scale, scale_log2,
-    q_token, q_head, k_token, k_head, v_token, v_head, heads,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BATCH: tl.constexpr, STAGES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, batch, search, G,
+    scale, scale_log2, q_token, q_head, k_token, k_head, v_token, v_head, heads,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    sequence, tile = _find_sequence(tl.program_id(0), cu_q_ptr, batch, G, BM, BATCH)
-    if sequence >= batch:
-        return
+    sequence, tile = find_sequence(tl.program_id(0), cu_q_ptr, batch, search, G, BM)
     kv_head = tl.program_id(1)
     q_begin, k_begin = tl.load(cu_q_ptr + sequence), tl.load(cu_k_ptr + sequence)
     q_count = tl.load(cu_q_ptr + sequence + 1) - q_begin
     k_count = tl.load(cu_k_ptr + sequence + 1) - k_begin
+    if (tile < 0) | (tile * BM >= q_count * G):
+        return
     row = tile * BM + tl.arange(0, BM)
     token = row // G
     head = kv_head * G + row % G
@@ -176,19 +188,20 @@ def portable(
         return dq, dk, dv
     delta = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     batch = cu_q.numel() - 1
+    search = (batch - 1).bit_length()
     kv_row, q_row = launch_row("attention_dkdv", dim), launch_row("attention_dq", dim)
     strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     scale_log2 = scale / math.log(2)
     with device_guard(q):
         _delta[(triton.cdiv(tokens * heads, 32),)](dout, out, delta, tokens * heads, dim, 32, **options(4))
-        _dkdv[(triton.cdiv(k.shape[0], kv_row["BN"]) + batch, kv_heads)](
-            q, k, v, dout, lse, delta, dk, dv, cu_q, cu_k, batch, group, scale, scale_log2, *strides, heads, kv_heads,
-            kv_row["BM"], kv_row["BN"], dim, next_power_of_2(batch), kv_row["stages"],
+        _dkdv[(k.shape[0] // kv_row["BN"] + batch, kv_heads)](
+            q, k, v, dout, lse, delta, dk, dv, cu_q, cu_k, batch, search, group, scale, scale_log2, *strides,
+            heads, kv_heads, kv_row["BM"], kv_row["BN"], dim, kv_row["stages"],
             **options(kv_row["warps"], kv_row["stages"], dot=True),
         )  # fmt: skip
-        _dq[(triton.cdiv(tokens * group, q_row["BM"]) + batch, kv_heads)](
-            q, k, v, dout, lse, delta, dq, cu_q, cu_k, batch, group, scale, scale_log2, *strides, heads,
-            q_row["BM"], q_row["BN"], dim, next_power_of_2(batch), q_row["stages"],
+        _dq[(tokens * group // q_row["BM"] + batch, kv_heads)](
+            q, k, v, dout, lse, delta, dq, cu_q, cu_k, batch, search, group, scale, scale_log2, *strides, heads,
+            q_row["BM"], q_row["BN"], dim, q_row["stages"],
             **options(q_row["warps"], q_row["stages"], dot=True),
         )  # fmt: skip
     return dq, dk, dv

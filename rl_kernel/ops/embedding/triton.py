@@ -17,7 +17,7 @@ def supports(request: Request) -> str | None:
     return gpu_only(request.family, request.op)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "num_rows"], do_not_specialize_on_alignment=["ids_ptr"])
 def _gather(ids_ptr, weight_ptr, y_ptr, start, num_rows, H, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -28,7 +28,9 @@ def _gather(ids_ptr, weight_ptr, y_ptr, start, num_rows, H, BLOCK: tl.constexpr)
     tl.store(y_ptr + token * H + column, (value.to(tl.float32) + 0.0).to(y_ptr.dtype.element_ty), mask=column < H)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["tokens", "start", "num_rows"], do_not_specialize_on_alignment=["sorted_ptr", "order_ptr"]
+)
 def _scatter(sorted_ptr, order_ptr, dy_ptr, dweight_ptr, tokens, start, num_rows, H, BLOCK: tl.constexpr):
     at = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -32,17 +32,19 @@ def _chain(
     a, b, acc, k_start, k_end, a_k_stride, b_k_stride,
     BK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Continue the ascending chain ``acc`` over k in [k_start, k_end)."""
+    """Continue the ascending chain ``acc`` over k in [k_start, k_end); EVEN: no block of it is cut off."""
     k = tl.arange(0, BK)
-    for start in tl.range(k_start, k_end, BK, num_stages=STAGES):
-        if EVEN:
-            a_tile = tl.load(a + (start + k).to(tl.int64)[None, :] * a_k_stride)
-            b_tile = tl.load(b + (start + k).to(tl.int64)[:, None] * b_k_stride)
-        else:
-            live = start + k < k_end
-            a_tile = tl.load(a + (start + k).to(tl.int64)[None, :] * a_k_stride, mask=live[None, :], other=0.0)
-            b_tile = tl.load(b + (start + k).to(tl.int64)[:, None] * b_k_stride, mask=live[:, None], other=0.0)
+    whole = k_end if EVEN else k_start + (k_end - k_start) // BK * BK
+    for start in tl.range(k_start, whole, BK, num_stages=STAGES):
+        a_tile = tl.load(a + (start + k).to(tl.int64)[None, :] * a_k_stride)
+        b_tile = tl.load(b + (start + k).to(tl.int64)[:, None] * b_k_stride)
         acc = tl.dot(a_tile, b_tile, acc)
+    if not EVEN:  # noqa: SIM102 - known to the compiler, unlike what follows
+        if whole < k_end:
+            live = whole + k < k_end
+            a_tile = tl.load(a + (whole + k).to(tl.int64)[None, :] * a_k_stride, mask=live[None, :], other=0.0)
+            b_tile = tl.load(b + (whole + k).to(tl.int64)[:, None] * b_k_stride, mask=live[:, None], other=0.0)
+            acc = tl.dot(a_tile, b_tile, acc)
     return acc
 
 
@@ -50,10 +52,10 @@ def _chain(
 def _segment(
     a, b, segment, K, a_k_stride, b_k_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SEGMENTS: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    SEGMENTS: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr, K_16: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    part_length = K // PARTS
-    length = part_length // SEGMENTS
+    length = K // (16 * PARTS * SEGMENTS) * 16 if K_16 else K // (PARTS * SEGMENTS)
+    part_length = length * SEGMENTS
     acc = tl.zeros([BM, BN], dtype=tl.float32)
     for part in tl.static_range(PARTS):
         start = part * part_length + segment * length
@@ -61,18 +63,23 @@ def _segment(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "K"])
 def _gemm(
     a_ptr, b_ptr, c_ptr, M, N, K,
     a_m_stride, a_k_stride, b_k_stride, b_n_stride, c_m_stride, c_n_stride, c_segment_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     SEGMENTS: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, M_16: tl.constexpr, N_16: tl.constexpr, K_16: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One output tile. SPLIT: grid axis 1 is the segment and C holds [SEGMENTS, M, N] fp32 partial results.
 
     ADD: the result is added to what C holds, one fp32 addition (a block of a longer reduction).
+    M_16, N_16, K_16: multiples of 16 (K: of each segment), which the compiler must see to make wide accesses.
     """
+    if M_16:
+        M = M // 16 * 16
+    if N_16:
+        N = N // 16 * 16
     tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     in_group = GROUP * tiles_n
@@ -88,7 +95,7 @@ def _gemm(
     c = c_ptr + m.to(tl.int64)[:, None] * c_m_stride + n.to(tl.int64)[None, :] * c_n_stride
     if SPLIT:
         segment = tl.program_id(1)
-        total = _segment(a, b, segment, K, a_k_stride, b_k_stride, BM, BN, BK, SEGMENTS, PARTS, EVEN, STAGES)
+        total = _segment(a, b, segment, K, a_k_stride, b_k_stride, BM, BN, BK, SEGMENTS, PARTS, EVEN, K_16, STAGES)
         c += segment.to(tl.int64) * c_segment_stride
     else:
         # A binary counter holds at most log2(SEGMENTS) finished subtrees.
@@ -97,7 +104,7 @@ def _gemm(
         four = tl.zeros([1, 1], dtype=tl.float32)
         total = one
         for s in tl.static_range(SEGMENTS):
-            total = _segment(a, b, s, K, a_k_stride, b_k_stride, BM, BN, BK, SEGMENTS, PARTS, EVEN, STAGES)
+            total = _segment(a, b, s, K, a_k_stride, b_k_stride, BM, BN, BK, SEGMENTS, PARTS, EVEN, K_16, STAGES)
             if SEGMENTS > 1:
                 if s % 2 == 0:
                     one = total
@@ -133,14 +140,21 @@ def _launch(
     (m, k), n = a.shape, b.shape[1]
     bm, bn, bk = row["BM"], row["BN"], row["BK"]
     length = k // parts // segments
-    while bk > 16 and length % bk and length < bk:
+    # An extent along which nothing is contiguous may be a number of tokens: the kernel must not depend on it.
+    along_m, along_n, along_k = (
+        1 in strides
+        for strides in ((a.stride(0), c.stride(-2)), (b.stride(1), c.stride(-1)), (a.stride(1), b.stride(0)))
+    )
+    while along_k and bk > 16 and length % bk and length < bk:
         bk //= 2
     grid = (triton.cdiv(m, bm) * triton.cdiv(n, bn), segments if split else 1)
     with device_guard(a):
         _gemm[grid](
             a, b, c, m, n, k, a.stride(0), a.stride(1), b.stride(0), b.stride(1),
             c.stride(-2), c.stride(-1), c.stride(0) if split else 0,
-            bm, bn, bk, row["group"], segments, parts, split, add, length % bk == 0, row["stages"],
+            bm, bn, bk, row["group"], segments, parts, split, add,
+            along_k and length % bk == 0, along_m and m % 16 == 0, along_n and n % 16 == 0,
+            along_k and length % 16 == 0, row["stages"],
             **options(row["warps"], row["stages"], dot=True),
         )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Log-probability, log-sum-exp and entropy on GPUs: the tree of the contract, one pass over the logits.
 
 The functions are those of ``reference.py``; only ``exp`` and ``log`` are the primitives of the GPU family.
+What follows the row count is kept out of the kernels' specialisation, see :mod:`rl_kernel.triton_utils`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ def leaf_of(z, LEAVES: tl.constexpr):
     return m, _leaf_tree(e, LEAVES), _leaf_tree(t, LEAVES)
 
 
-@triton.jit(do_not_specialize=["plane"])  # follows the row count, and would have the kernel compiled anew with it
+@triton.jit(
+    do_not_specialize=["plane", "leaves_total", "leaf_offset", "leaf_stride", "first_column"],
+    do_not_specialize_on_alignment=["temperature_ptr", "stats_ptr", "target_ptr", "z_target_ptr"],
+)
 def _leaf_stats(
     logits_ptr, temperature_ptr, stats_ptr, target_ptr, z_target_ptr,
     plane, stride, columns, leaves_total, leaf_offset, leaf_stride, first_column,
@@ -140,7 +144,10 @@ def target_logits(logits: torch.Tensor, temperature: torch.Tensor | None, target
     return torch.where(targets < 0, torch.zeros_like(z), z)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["T", "plane", "leaf_stride", "begin", "end"],
+    do_not_specialize_on_alignment=["m_ptr", "nodes_ptr"],
+)
 def _tree_nodes(stats_ptr, m_ptr, nodes_ptr, T, plane, leaf_stride, begin, end, N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     leaf = begin + tl.arange(0, N)
@@ -174,7 +181,7 @@ def tree_nodes(stats: torch.Tensor, m: torch.Tensor, ranges: list[tuple[int, int
     return nodes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["nodes_ptr", "m_ptr", "z_ptr", "out_ptr"])
 def _finish(nodes_ptr, m_ptr, z_ptr, out_ptr, T, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < T
@@ -206,7 +213,10 @@ def finish(
     return out
 
 
-@triton.jit(do_not_specialize=["T", "plane"])
+@triton.jit(
+    do_not_specialize=["T", "plane", "leaf_stride", "leaves"],
+    do_not_specialize_on_alignment=["z_ptr", "m_ptr", "out_ptr"],
+)
 def _whole_rows(stats_ptr, z_ptr, m_ptr, out_ptr, T, plane, leaf_stride, leaves, N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     leaf = tl.arange(0, N)
@@ -258,7 +268,10 @@ def gradient_of(z, m, log_l, entropy, g_logp, g_lse, g_ent, is_target):
     return tl.where(is_target, dz + g_logp, dz)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["T", "first_column"],
+    do_not_specialize_on_alignment=["temperature_ptr", "target_ptr", "state_ptr", "grads_ptr"],
+)
 def _dlogits(
     logits_ptr, temperature_ptr, target_ptr, state_ptr, grads_ptr, out_ptr, T, stride, out_stride, columns, width,
     first_column, BLOCK: tl.constexpr, DIVIDE: tl.constexpr,
@@ -324,7 +337,7 @@ def dlogits(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["temperature_ptr", "state_ptr"])
 def _log_softmax(
     logits_ptr, temperature_ptr, state_ptr, out_ptr, T, stride, columns, width,
     BLOCK: tl.constexpr, DIVIDE: tl.constexpr,

@@ -41,7 +41,7 @@ def _mean(total, H: tl.constexpr):
     return mean
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward(
     x_ptr, residual_ptr, weight_ptr, y_ptr, residual_out_ptr, rstd_ptr,
     rows, heads, x_token_stride, x_head_stride, r_token_stride, eps,
@@ -130,7 +130,7 @@ def forward(
             _forward[(triton.cdiv(rows, per),)](
                 x, residual, weight, y, residual_out, rstd, rows, heads, token_stride, head_stride,
                 residual.stride(0) if residual is not None else 0, eps,
-                h, p, per, h == p and rows % per == 0, residual is not None, early(launch),
+                h, p, per, h == p and per == 1, residual is not None, early(launch),
                 **options(launch["warps"], pdl=early(launch)),
             )  # fmt: skip
     return y, residual_out, rstd
@@ -139,25 +139,18 @@ def forward(
 @triton.jit
 def _read(
     dy_ptr, dres_ptr, x_ptr, rstd_ptr, first, rows, x_row_stride, column,
-    H: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, HAS_DRES: tl.constexpr,
+    H: tl.constexpr, ROWS: tl.constexpr, HAS_DRES: tl.constexpr,
 ):  # fmt: skip
-    """``ROWS`` rows from ``first`` on, as tuples of dy, dres, x and rstd."""
+    """``ROWS`` rows from ``first`` on, as tuples of dy, dres, x and rstd; zeros past the last row."""
     dy, dres, x, rstd = (), (), (), ()
     for i in tl.static_range(ROWS):
         row = first + i
-        if WHOLE:
-            dy += (tl.load(dy_ptr + row * H + column),)
-            x += (tl.load(x_ptr + row * x_row_stride + column),)
-            rstd += (tl.load(rstd_ptr + row),)
-            if HAS_DRES:
-                dres += (tl.load(dres_ptr + row * H + column),)
-        else:
-            live = (row + tl.zeros_like(column) < rows) & (column < H)
-            dy += (tl.load(dy_ptr + row * H + column, mask=live, other=0.0),)
-            x += (tl.load(x_ptr + row * x_row_stride + column, mask=live, other=0.0),)
-            rstd += (tl.load(rstd_ptr + row, mask=row < rows, other=0.0),)
-            if HAS_DRES:
-                dres += (tl.load(dres_ptr + row * H + column, mask=live, other=0.0),)
+        live = (row + tl.zeros_like(column) < rows) & (column < H)
+        dy += (tl.load(dy_ptr + row * H + column, mask=live, other=0.0),)
+        x += (tl.load(x_ptr + row * x_row_stride + column, mask=live, other=0.0),)
+        rstd += (tl.load(rstd_ptr + row, mask=row < rows, other=0.0),)
+        if HAS_DRES:
+            dres += (tl.load(dres_ptr + row * H + column, mask=live, other=0.0),)
     return dy, dres, x, rstd
 
 
@@ -179,11 +172,10 @@ def _sums(x, P: tl.constexpr, ROWS: tl.constexpr):
     return totals
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["rstd_ptr"])
 def _backward(
     dy_ptr, dres_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, rows, x_row_stride,
-    H: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
-    HAS_DRES: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, HAS_DRES: tl.constexpr,
 ):  # fmt: skip
     """A block of ``TOKENS`` rows, ``ROWS`` at a time, with the next ones under way; dW adds them one by one."""
     block = tl.program_id(0)
@@ -193,14 +185,12 @@ def _backward(
     dweight = tl.zeros([P], dtype=tl.float32)
     first = block.to(tl.int64) * TOKENS
     last = first + (TOKENS - ROWS)
-    dy, dres, x, rstd = _read(
-        dy_ptr, dres_ptr, x_ptr, rstd_ptr, first, rows, x_row_stride, column, H, ROWS, WHOLE, HAS_DRES
-    )
+    dy, dres, x, rstd = _read(dy_ptr, dres_ptr, x_ptr, rstd_ptr, first, rows, x_row_stride, column, H, ROWS, HAS_DRES)
     for i in range(0, min(TOKENS, rows - block * TOKENS), ROWS):
         row = first + i
         dy_next, dres_next, x_next, rstd_next = _read(
             dy_ptr, dres_ptr, x_ptr, rstd_ptr, tl.minimum(row + ROWS, last), rows, x_row_stride, column,
-            H, ROWS, WHOLE, HAS_DRES,
+            H, ROWS, HAS_DRES,
         )  # fmt: skip
         w = weight.to(tl.float32)
         products = ()
@@ -215,16 +205,13 @@ def _backward(
             dx = (dy[j].to(tl.float32) * w - normed * _mean(totals[j], H)) * rstd[j]
             if HAS_DRES:
                 dx += dres[j].to(tl.float32)
-            at = dx_ptr + (row + j) * H + column
-            if WHOLE:
-                tl.store(at, dx.to(dx_ptr.dtype.element_ty))
-            else:
-                tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=valid & (row + j + tl.zeros_like(column) < rows))
+            live = valid & (row + j + tl.zeros_like(column) < rows)
+            tl.store(dx_ptr + (row + j) * H + column, dx.to(dx_ptr.dtype.element_ty), mask=live)
         dy, dres, x, rstd = dy_next, dres_next, x_next, rstd_next
     tl.store(partial_ptr + block.to(tl.int64) * H + column, dweight, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _sum_partials(partial_ptr, out_ptr, blocks, H, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
     """Blocks in ascending order, ``AHEAD`` of them under way at a time (what is past the last adds +0.0)."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -276,7 +263,7 @@ def backward(
             launch = launch_row("rms_norm_backward", h)
             _backward[(blocks,)](
                 dy, dres, x, weight, rstd.reshape(-1).contiguous(), dx, partial, rows, x.stride(0),
-                h, p, ROWS_A_PARTIAL, launch["rows"], h == p and rows % ROWS_A_PARTIAL == 0, dres is not None,
+                h, p, ROWS_A_PARTIAL, launch["rows"], dres is not None,
                 **options(launch["warps"]),
             )  # fmt: skip
         add_partials(partial, dweight)

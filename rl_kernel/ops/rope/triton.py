@@ -101,11 +101,18 @@ def _angles(cache_ptr, position_ptr, token, HALF: tl.constexpr, TOKENS: tl.const
 
 
 @triton.jit
+def _tokens(tokens, TOKENS: tl.constexpr):
+    """The tokens of a program; past the last, that one again, which the program then writes twice alike."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    return token if TOKENS == 1 else tl.minimum(token, tokens - 1)
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["position_ptr"])
 def _rope(
-    x_ptr, position_ptr, cache_ptr, y_ptr, heads, token_stride, head_stride,
+    x_ptr, position_ptr, cache_ptr, y_ptr, tokens, heads, token_stride, head_stride,
     HALF: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    token = _tokens(tokens, TOKENS)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cos, sin = _angles(cache_ptr, position_ptr, token, HALF, TOKENS, ROWS)
     _heads(
@@ -114,14 +121,14 @@ def _rope(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["position_ptr", "rstd_ptr"])
 def _qk_norm_rope(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, position_ptr, cache_ptr, q_out_ptr, k_out_ptr, rstd_ptr,
-    q_heads, k_heads, q_blocks, q_token, q_head, k_token, k_head, eps,
+    tokens, q_heads, k_heads, q_blocks, q_token, q_head, k_token, k_head, eps,
     HALF: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The first ``q_blocks`` programs of some tokens serve their query heads, the others their key heads."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    token = _tokens(tokens, TOKENS)
     block = tl.program_id(1)
     cos, sin = _angles(cache_ptr, position_ptr, token, HALF, TOKENS, ROWS)
     if block < q_blocks:
@@ -138,10 +145,10 @@ def _qk_norm_rope(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["position_ptr", "rstd_ptr"])
 def _qk_norm_rope_token(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, position_ptr, cache_ptr, q_out_ptr, k_out_ptr, rstd_ptr,
-    q_token, q_head, k_token, k_head, eps,
+    tokens, q_token, q_head, k_token, k_head, eps,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +158,7 @@ def _qk_norm_rope_token(
     if PDL == 1:
         gdc_launch_dependents()
     ty: tl.constexpr = q_out_ptr.dtype.element_ty
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    token = _tokens(tokens, TOKENS)
     column = tl.arange(0, HALF)[None, None, :]
     head = tl.arange(0, ROWS)[None, :, None]
     q_at = q_ptr + (token * q_token)[:, None, None] + head * q_head + column
@@ -190,7 +197,7 @@ def _blocks(tokens: int, heads: int, dim: int, launch: dict[str, int]) -> tuple[
     per = min(next_power_of_2(heads), max(1, launch["block"] // dim))
     if tokens * heads < 1024 * per:
         return 1, max(1, per // 4)
-    return (1 if tokens % launch["tokens"] else launch["tokens"]), per
+    return launch["tokens"], per
 
 
 def _rows_of_whole_tokens(tokens: int, q_heads: int, k_heads: int, dim: int, launch: dict[str, int]) -> int:
@@ -218,8 +225,8 @@ def _launch(x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, inver
         launch = launch_row("rope", heads)
         some, per = _blocks(tokens, heads, dim, launch)
         with device_guard(x):
-            _rope[(tokens // some, triton.cdiv(heads, per))](
-                x, positions, cache, y, heads, x.stride(0), x.stride(1),
+            _rope[(triton.cdiv(tokens, some), triton.cdiv(heads, per))](
+                x, positions, cache, y, tokens, heads, x.stride(0), x.stride(1),
                 dim // 2, some, per, heads % per == 0, inverse, **options(launch["warps"]),
             )  # fmt: skip
     return y
@@ -258,10 +265,10 @@ def qk_norm_forward(
         rows = _rows_of_whole_tokens(tokens, q_heads, k_heads, dim, launch)
         with device_guard(q):
             if rows:
-                some = 1 if tokens % launch["tokens"] else launch["tokens"]
-                _qk_norm_rope_token[(tokens // some,)](
+                some = launch["tokens"]
+                _qk_norm_rope_token[(triton.cdiv(tokens, some),)](
                     q, k, q_weight, k_weight, positions, cache, q_out, k_out, rstd,
-                    q.stride(0), q.stride(1), k.stride(0), k.stride(1), eps,
+                    tokens, q.stride(0), q.stride(1), k.stride(0), k.stride(1), eps,
                     q_heads, k_heads, dim // 2, some, rows, _packed(q), early(launch),
                     **options(launch["warps"], pdl=early(launch)),
                 )  # fmt: skip
@@ -269,15 +276,15 @@ def qk_norm_forward(
             launch = launch_row("rope", q_heads)
             some, per = _blocks(tokens, min(q_heads, k_heads), dim, launch)
             q_blocks, k_blocks = triton.cdiv(q_heads, per), triton.cdiv(k_heads, per)
-            _qk_norm_rope[(tokens // some, q_blocks + k_blocks)](
+            _qk_norm_rope[(triton.cdiv(tokens, some), q_blocks + k_blocks)](
                 q, k, q_weight, k_weight, positions, cache, q_out, k_out, rstd,
-                q_heads, k_heads, q_blocks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), eps,
+                tokens, q_heads, k_heads, q_blocks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), eps,
                 dim // 2, some, per, q_heads % per == k_heads % per == 0, _packed(q), **options(launch["warps"]),
             )  # fmt: skip
     return q_out, k_out, rstd
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["rstd_ptr", "position_ptr"])
 def _head_backward(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, position_ptr, cache_ptr, dx_ptr, partial_ptr, rows, heads,
     dy_token, dy_head, x_token, x_head, rstd_stride,

@@ -46,7 +46,6 @@ def mix(value):
     return value ^ (value >> 31)
 
 
-# Row counts change from step to step of a rollout: a kernel compiled anew for each kind of count would stall it.
 @triton.jit(do_not_specialize=["B"], do_not_specialize_on_alignment=["seeds_ptr", "positions_ptr"])
 def _uniforms(seeds_ptr, positions_ptr, out_ptr, B, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -95,7 +94,10 @@ def _temperature(temperature_ptr, row, GIVEN: tl.constexpr):
     return temperature
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(
+    do_not_specialize=["B", "chunks"],
+    do_not_specialize_on_alignment=["temperature_ptr", "m_ptr", "out_ptr", "sums_ptr"],
+)
 def _chunk_sums(
     logits_ptr, temperature_ptr, m_ptr, out_ptr, sums_ptr, B, stride, columns, chunks,
     CHUNK: tl.constexpr, GIVEN: tl.constexpr,
@@ -109,7 +111,13 @@ def _chunk_sums(
     tl.store(sums_ptr + row * chunks + chunk, tl.sum(weights_of(y, live), 0))
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(
+    do_not_specialize=["B", "chunks", "leaves", "leaf_stride"],
+    do_not_specialize_on_alignment=[
+        "temperature_ptr", "uniforms_ptr", "m_ptr", "out_ptr", "leaf_m_ptr", "sums_ptr", "tokens_ptr", "logp_ptr",
+        "lse_ptr",
+    ],
+)  # fmt: skip
 def _pick(
     logits_ptr, temperature_ptr, uniforms_ptr, m_ptr, out_ptr, leaf_m_ptr, sums_ptr,
     tokens_ptr, logp_ptr, lse_ptr, B, stride, columns, chunks, leaves, leaf_stride,
