@@ -166,6 +166,9 @@ def linear():
         found["dgrad parts error"] = error(y, exact)
         x = randn(5, 40)
         found["wgrad error"] = error(op.wgrad(dy, x, out_dtype=torch.float32), dy.double().t() @ x.double())
+        many, x = randn(37, 48), randn(37, 40)
+        exact = many.double().t() @ x.double()
+        found["wgrad error, whole blocks and a rest"] = error(op.wgrad(many, x, out_dtype=torch.float32), exact)
         start = torch.randn(5, 40)
         # Which k the products see, in order: column k of the left operand holds k (exact in bf16 up to 256).
         order: list[int] = []
