@@ -39,7 +39,7 @@ def test_compiles_without_spills(tmp_path, name):
     if name.startswith("gemm") and disassembler:
         listing = subprocess.run([disassembler, "--dump-sass", str(cubin)], capture_output=True, text=True).stdout
         assert listing.count("HGMMA.64x256x16.F32.BF16") == {"gemm": 8, "gemm_gradient": 4, "gemm_statistics": 12}[name]
-        # Acquires of a wider scope empty the L1. The cluster's barriers at either end of a kernel do, and waiting for the
+        # Acquires of a wider scope empty the L1. The cluster's barriers at either end of a kernel do, and waiting for
         # blocks of dh after their products; nothing else may, above all not the loops over k.
         for kernel in listing.split("Function : ")[1:]:
             products = [m.start() for m in re.finditer("HGMMA", kernel)]
