@@ -14,7 +14,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 from rl_kernel import registry
 from rl_kernel.ops.linear import sm90 as linear
 from rl_kernel.ops.linear import triton as own_linear
-from rl_kernel.ops.linear_logp import linear_logp, sm90
+from rl_kernel.ops.linear_logp import linear_logp, sm90, sm90_schedules
 from rl_kernel.ops.linear_logp.policy import linear_policy_loss
 from rl_kernel.triton_utils import override_launch
 from tests.ops.gpu_harness import BF16, CASES, Tally, data, rng, rows
@@ -40,7 +40,16 @@ def some_launch(source, n, k, segments):
         yield
 
 
+@contextlib.contextmanager
+def one_tile():
+    """One tile of the Triton products for every size: bits do not depend on it, and it is compiled once."""
+    tile = {"BM": 64, "BN": 128, "BK": 64, "warps": 4, "stages": 3, "swap": 0, "group": 8, "split": 0}
+    with override_launch("linear", tile), override_launch("linear_segments", {**tile, "split": 1}):
+        yield
+
+
 @pytest.mark.parametrize("part", range(PARTS))
+@one_tile()
 def test_linear(part):
     tally, source = Tally(f"linear_hopper_{part}"), rng(41 + 100 * part)
     fixed = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4096, 1024), (1536, 4096), (4096, 3072)]
@@ -73,58 +82,86 @@ def test_linear(part):
     tally.done()
 
 
+def linear_logp_case(source):
+    """Operands [T, H], [V padded, H], [T], upstream gradients [3, T], arguments, and a description."""
+    vocabulary = source.choice([128, 777, 5003, 20000, 40000, 33 * 128])
+    padded = -(-vocabulary // 1024) * 1024 + source.choice([0, 0, 1024])
+    hidden = source.choice([128, 256, 512, 1024]) if vocabulary != 777 else source.choice([104, 256])
+    tokens = rows(source, 1024 if vocabulary > 10000 else 2048)
+    seed = source.randrange(1 << 30)
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    apart = source.random() < 0.3
+    h = data(tokens, hidden + 16 * apart, seed=seed, heavy=False)[:, 16 * apart :]  # a view of wider rows
+    w = data(padded, hidden, seed=seed + 1, scale=0.02)
+    t = torch.randint(0, vocabulary, (tokens,), device="cuda", generator=g)
+    share = source.choice([0.0, 0.0, 0.1, 0.9, 1.0])
+    t[torch.rand(tokens, device="cuda", generator=g) < share] = -100
+    temperature = source.choice([1.0, torch.rand(tokens, device="cuda", generator=g) + 0.5])
+    upstream = torch.randn(3, tokens, device="cuda", generator=g)
+    segments = source.choice([1, 1, 2, 8])
+    common = {"temperature": temperature, "global_vocab_size": vocabulary, "grad_segments": segments}
+    what = (tokens, hidden, vocabulary, padded, segments, share, h.stride(0), torch.is_tensor(temperature))
+    return h, w, t, upstream, common, what
+
+
 @pytest.mark.parametrize("part", range(PARTS))
-def test_linear_logp(part):
+@one_tile()
+def test_linear_logp(part, monkeypatch):
+    """Kept logits beside recomputed ones, the library (Triton in a quarter of the cases), rows alone, and main_grad."""
     tally, source = Tally(f"linear_logp_hopper_{part}"), rng(42 + 100 * part)
-    before = sm90.WORKSPACE_BYTES
 
-    def run(h, w, t, mib, backend="auto", **arguments):
-        sm90.WORKSPACE_BYTES = mib << 20
-        h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
-        out = linear_logp(h, w, t, backend=backend, **arguments)
+    def run(mib=512, backend="auto", **more):
+        """(logp, lse, entropy, dH, dW)."""
+        monkeypatch.setattr(sm90, "WORKSPACE_BYTES", mib << 20)
+        x, y = h.detach().requires_grad_(), w.detach().requires_grad_()
+        if more:
+            y.main_grad = main_grad.clone()
+        out = linear_logp(x, y, t, backend=backend, **common, **more)
         used = out if entropy else out[:1]
-        return [*(x.detach() for x in out), *torch.autograd.grad(used, (h, w), upstream[: len(used)])]
+        torch.autograd.backward(used, list(upstream[: len(used)]))
+        return [*(value.detach() for value in out), x.grad, y.main_grad if more else y.grad]
 
-    try:
-        while tally.cases < CASES // PARTS:
-            vocabulary = source.choice([128, 777, 5003, 20000, 40000, 33 * 128])
-            padded = -(-vocabulary // 1024) * 1024
-            hidden = 8 * source.randint(1, 64) if source.random() < 0.3 else source.choice([128, 256, 512, 1024])
-            tokens = rows(source, 1024 if vocabulary > 10000 else 2048)
-            seed = source.randrange(1 << 30)
-            g = torch.Generator(device="cuda").manual_seed(seed)
-            h, w = data(tokens, hidden, seed=seed, heavy=False), data(padded, hidden, seed=seed + 1, scale=0.02)
-            t = torch.randint(0, vocabulary, (tokens,), device="cuda", generator=g)
-            share = source.choice([0.0, 0.0, 0.1, 0.9, 1.0])
-            t[torch.rand(tokens, device="cuda", generator=g) < share] = -100
-            temperature = source.choice([1.0, torch.rand(tokens, device="cuda", generator=g) + 0.5])
-            upstream, entropy = list(torch.randn(3, tokens, device="cuda", generator=g)), source.random() < 0.5
-            segments = source.choice([1, 1, 2, 8])
-            common = {"temperature": temperature, "global_vocab_size": vocabulary, "grad_segments": segments}
-            what = (tokens, hidden, vocabulary, segments, share, entropy, torch.is_tensor(temperature))
-            kept = run(h, w, t, 512, **common)
-            again = run(h, w, t, source.choice([1, 512]), **common)
-            other = run(h, w, t, 512, backend=source.choice(["library", "triton"]), **common)
-            for name, x, y, z in zip(("logp", "lse", "entropy", "dH", "dW"), kept, again, other, strict=True):
-                tally.equal(x, y, f"{name}, schedule or second run", what)
-                tally.equal(x, z, f"{name}, library or triton", what)
-            one = source.randrange(tokens)
-            row = slice(one, one + 1)
-            alone = {**common, "temperature": temperature[row] if torch.is_tensor(temperature) else temperature}
-            with torch.no_grad():
-                tally.equal(linear_logp(h[row], w, t[row], **alone).logp, kept[0][row], "row alone", what)
-            old = kept[0] + 0.3 * upstream[1]
-            losses = []
-            for backend in ("auto", source.choice(["library", "triton"])):
-                x, y = h.clone().requires_grad_(), w.clone().requires_grad_()
-                loss, logp, _ = linear_policy_loss(
-                    x, y, t, old, upstream[2], normalizer=37.7, backend=backend, **common
-                )
-                losses.append([logp.detach(), *torch.autograd.grad(loss, (x, y))])
-            for name, x, y in zip(("logp", "dH", "dW"), *losses, strict=True):
-                tally.equal(x, y, f"fused loss, {name}", what)
-    finally:
-        sm90.WORKSPACE_BYTES = before
+    def loss(backend):
+        x, y = h.detach().requires_grad_(), w.detach().requires_grad_()
+        value, logp, _ = linear_policy_loss(
+            x, y, t, old, upstream[2], normalizer=37.7, entropy_weight=0.01 * entropy, backend=backend, **common
+        )
+        return [logp.detach(), *torch.autograd.grad(value, (x, y))]
+
+    def compare(left, right, names, kind):
+        for name, x, y in zip(names, left, right, strict=True):
+            tally.equal(x, y, f"{name}, {kind}", what)
+
+    names = ("logp", "lse", "entropy", "dH", "dW")
+    while tally.cases < CASES // PARTS:
+        h, w, t, upstream, common, what = linear_logp_case(source)
+        entropy, other = source.random() < 0.5, source.choice(["library", "library", "library", "triton"])
+        what = (*what, entropy, other)
+        kept = run()
+        compare(run(mib=source.choice([1, 512])), kept, names, "schedule or second run")
+        compare(run(backend=other), kept, names, "library or triton")
+        one = source.randrange(len(t))
+        row = slice(one, one + 1)
+        temperature = common["temperature"]
+        alone = {**common, "temperature": temperature[row] if torch.is_tensor(temperature) else temperature}
+        with torch.no_grad():
+            tally.equal(linear_logp(h[row], w, t[row], **alone).logp, kept[0][row], "row alone", what)
+        if source.random() < 0.3:
+            # From -0, which adds nothing to anything, it is the sum that rounds to dW. Padding is left alone.
+            main_grad, real = torch.full(w.shape, -0.0, device="cuda"), common["global_vocab_size"]
+            found = run(accumulate_main_grad=True)[4].bfloat16()
+            tally.equal(found[:real], kept[4][:real], "main_grad from zero", what)
+            main_grad.normal_()
+            sums = [run(mib=mib, accumulate_main_grad=True)[4] for mib in (512, 1)]
+            tally.equal(*sums, "main_grad, both schedules", what)
+            tally.equal(sums[0][real:], main_grad[real:], "main_grad, padding", what)
+        old = kept[0] + 0.3 * upstream[1]
+        monkeypatch.setattr(sm90, "WORKSPACE_BYTES", 512 << 20)
+        with monkeypatch.context() as patch:
+            if source.random() < 0.4:  # the fused loss in chunks of tokens
+                patch.setattr(sm90_schedules, "_chunk_rows", lambda call, tokens, width: min(tokens, 256))
+            fused = loss("auto")
+        compare(fused, loss(other), ("logp", "dH", "dW"), "fused loss")
     tally.done()
 
 
