@@ -5,15 +5,12 @@
 // segments the subtree of four waits in shared memory. Blocks side by side share rows of A, blocks one above the other
 // rows of B: each loads half and sends it to both. While one warpgroup adds, the other's products run.
 // Each segment is one chain over ascending k from zero, so neither tiles nor scheduling change a bit.
-#include "epilogue.cuh"
-#include "tensor_map.h"
-
-#include <algorithm>
+#include "segments.cuh"
 
 namespace rlk::sm90 {
 namespace {
 
-constexpr int kSide = 128, kBlocksOfCluster = 4, kGroupColumns = 8;  // group: tiles of 256 columns side by side
+constexpr int kSide = 128, kBlocksOfCluster = 4;
 constexpr int kBytesHalf = 64 * kTileK * 2, kBytesOperand = 2 * kBytesHalf, kBytesPair = 2 * kBytesOperand;
 constexpr int kBytesWaiting = 2 * 64 * kSide * 4, kBytesStagers = 8 * 4096;
 
@@ -22,64 +19,12 @@ constexpr int kDeep = Count == 8 ? 4 : 6;  // stages
 template <int Count>
 constexpr int kBytesSegments = kDeep<Count> * kBytesPair + (Count == 8 ? kBytesWaiting : 0) + kBytesStagers + 256 + 1024;
 
-struct Segments {
-  CUtensorMap a, b;
-  void* out;
-  int rows, cols;
-  int parts, part_depth, part_tiles;  // a segment is slice s of each part of K: tiles of k of a slice
-  int wide;                           // fp32 output
-};
-
-// Keeps the compiler from moving uses of the accumulators across the asynchronous products.
-__device__ __forceinline__ void pin_values(float (&acc)[64]) {
-#pragma unroll
-  for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(acc[i])::"memory");
-}
-
-struct Place {
-  int m, n;
-  bool wide;  // the last 128 rows of an odd number: the cluster computes 128 x 512
-};
-
-struct Raster {
-  int pairs, odd, columns, count;
-
-  __device__ Raster(int rows, int cols) {
-    const int tiles_m = (rows + kSide - 1) / kSide;
-    pairs = tiles_m / 2;
-    odd = tiles_m % 2;
-    columns = (cols + 2 * kSide - 1) / (2 * kSide);
-    count = pairs * columns + odd * ((columns + 1) / 2);
-  }
-
-  __device__ __forceinline__ Place at(int id, int rank) const {
-    const int per_group = pairs * kGroupColumns + odd * (kGroupColumns / 2);
-    const int group = id / per_group, inside = id % per_group, first = group * kGroupColumns;
-    const int width = min(kGroupColumns, columns - first), beyond = inside - pairs * width;
-    if (beyond >= 0) return {pairs * 2 * kSide, (first + beyond * 2) * 2 * kSide + rank * kSide, true};
-    return {(inside / width * 2 + rank / 2) * kSide, ((first + inside % width) * 2 + rank % 2) * kSide, false};
-  }
-};
-
-template <int Deep>
-struct Stage {
-  int index = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++index == Deep) {
-      index = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 // One segment of `count` > 0 tiles of k.
 template <int Deep, int TransposeB>
 __device__ __forceinline__ void chain(
-    float (&acc)[64], int count, Stage<Deep>& at, uint32_t base, uint32_t full, uint32_t empty, int own, int thread) {
+    float (&acc)[64], int count, RingStage<Deep>& at, uint32_t base, uint32_t full, uint32_t empty, int own, int thread) {
   constexpr int kStepB = TransposeB ? 2048 : 32;  // bytes from one k16 to the next
   const bool signals = thread % 32 == 0;          // one thread for each block of the cluster
-  const auto before = [&] { return (at.index == 0 ? Deep : at.index) - 1; };  // the stage just multiplied
   pin_values(acc);
 #pragma unroll 1
   for (int kt = 0;;) {
@@ -94,13 +39,13 @@ __device__ __forceinline__ void chain(
     }
     wgmma_commit();
     wgmma_wait<1>();
-    if (kt > 0 && signals) barrier_arrive(empty + before() * 8, thread / 32);
+    if (kt > 0 && signals) barrier_arrive(empty + at.before() * 8, thread / 32);
     at.next();
     if (++kt == count) break;
   }
   wgmma_wait<0>();
   pin_values(acc);
-  if (signals) barrier_arrive(empty + before() * 8, thread / 32);
+  if (signals) barrier_arrive(empty + at.before() * 8, thread / 32);
 }
 
 __device__ __forceinline__ void add(const float (&left)[64], float (&right)[64]) {
@@ -118,7 +63,7 @@ __global__ void __cluster_dims__(kBlocksOfCluster, 1, 1) __launch_bounds__(kThre
   const uint32_t full = waiting + (Count == 8 ? kBytesWaiting : 0), empty = full + kDepth * 8;
   const int group = static_cast<int>(threadIdx.x) / 128, thread = threadIdx.x % 128;
   const int clusters = static_cast<int>(gridDim.x) / kBlocksOfCluster;
-  const int tiles = Raster(task.rows, task.cols).count;
+  const int tiles = SegmentsRaster(task.rows, task.cols).count;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kDepth; ++i) {
@@ -132,12 +77,12 @@ __global__ void __cluster_dims__(kBlocksOfCluster, 1, 1) __launch_bounds__(kThre
   if (group == 0) {
     registers_down<40>();
     if (thread == 0) {
-      const Raster raster(task.rows, task.cols);
+      const SegmentsRaster raster(task.rows, task.cols);
       const int rank = static_cast<int>(cluster_rank()), row = rank / 2, column = rank % 2;
       const uint16_t of_row = static_cast<uint16_t>(3 << (row * 2)), of_column = static_cast<uint16_t>(5 << column);
-      Stage<kDepth> at;
+      RingStage<kDepth> at;
       for (int id = static_cast<int>(blockIdx.x) / kBlocksOfCluster; id < tiles; id += clusters) {
-        const Place place = raster.at(id, rank);
+        const SegmentsPlace place = raster.at<2>(id, rank);
         auto load_b = [&](uint32_t to, uint32_t barrier, int half, int k, bool shared) {
           const int n = place.n + half * 64, x = TransposeB ? n : k, y = TransposeB ? k : n;
           if (shared) {
@@ -152,7 +97,7 @@ __global__ void __cluster_dims__(kBlocksOfCluster, 1, 1) __launch_bounds__(kThre
             barrier_wait(empty + at.index * 8, at.phase ^ 1);
             const uint32_t barrier = full + at.index * 8, a = base + at.index * kBytesPair, b = a + kBytesOperand;
             barrier_expect(barrier, kBytesPair);
-            if (place.wide) {
+            if (place.odd) {
               if (rank < 2) load_tile_multicast(a + rank * kBytesHalf, &task.a, barrier, k, place.m + rank * 64, 15);
               load_b(b, barrier, 0, k, false);
               load_b(b, barrier, 1, k, false);
@@ -169,7 +114,7 @@ __global__ void __cluster_dims__(kBlocksOfCluster, 1, 1) __launch_bounds__(kThre
     registers_up<232>();
     const int own = group - 1, length = task.parts * task.part_tiles;
     const Stager stager{stagers + (own * 4 + thread / 32) * 4096, thread % 32};
-    Stage<kDepth> at;
+    RingStage<kDepth> at;
     float even[64], odd[64];
     for (int id = static_cast<int>(blockIdx.x) / kBlocksOfCluster; id < tiles; id += clusters) {
       float two[Count > 2 ? 64 : 1];
@@ -190,43 +135,18 @@ __global__ void __cluster_dims__(kBlocksOfCluster, 1, 1) __launch_bounds__(kThre
           const uint32_t mine = waiting + threadIdx.x * 16 - 2048;  // the consumers' 256 threads side by side
           if (half == 0) {
 #pragma unroll
-            for (int i = 0; i < 16; ++i) {
-              asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mine + i * 4096), "f"(odd[4 * i]),
-                           "f"(odd[4 * i + 1]), "f"(odd[4 * i + 2]), "f"(odd[4 * i + 3])
-                           : "memory");
-            }
+            for (int i = 0; i < 16; ++i) put_shared(mine + i * 4096, odd + 4 * i);
           } else {
 #pragma unroll
-            for (int i = 0; i < 16; ++i) {
-              float4 four;
-              asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                           : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
-                           : "r"(mine + i * 4096)
-                           : "memory");
-              odd[4 * i] = __fadd_rn(four.x, odd[4 * i]);
-              odd[4 * i + 1] = __fadd_rn(four.y, odd[4 * i + 1]);
-              odd[4 * i + 2] = __fadd_rn(four.z, odd[4 * i + 2]);
-              odd[4 * i + 3] = __fadd_rn(four.w, odd[4 * i + 3]);
-            }
+            for (int i = 0; i < 16; ++i) add_shared(mine + i * 4096, odd + 4 * i);
           }
         }
       }
       // Only now: nothing but accumulators has room in the registers before.
-      const Place place = Raster(task.rows, task.cols).at(id, static_cast<int>(cluster_rank()));
+      const SegmentsPlace place = SegmentsRaster(task.rows, task.cols).at<2>(id, static_cast<int>(cluster_rank()));
       const int first = place.m + own * 64 + (thread / 32) * 16;
       if (task.wide) {
-        const int row = first + (thread % 32) / 4, column = place.n + (thread % 4) * 2;
-        float* out = static_cast<float*>(task.out) + static_cast<int64_t>(row) * task.cols + column;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-          for (int j = 0; j < 16; ++j) {
-            if (row + 8 * h < task.rows && column + 8 * j < task.cols) {
-              *reinterpret_cast<float2*>(out + static_cast<int64_t>(8 * h) * task.cols + 8 * j) =
-                  make_float2(odd[4 * j + 2 * h], odd[4 * j + 2 * h + 1]);
-            }
-          }
-        }
+        store_floats(odd, task, first + (thread % 32) / 4, place.n + (thread % 4) * 2);
       } else {
         stager.send(odd, static_cast<__nv_bfloat16*>(task.out), task.cols, task.rows, task.cols, first, place.n);
       }
@@ -259,22 +179,9 @@ void launch_segments(const Segments& task, cudaStream_t stream) {
     if (found < 1) throw std::runtime_error("segments: this GPU has no room for a cluster of 4 blocks");
     return found;
   });
-  const int tiles_m = (task.rows + kSide - 1) / kSide, columns = (task.cols + 2 * kSide - 1) / (2 * kSide);
-  const int count = tiles_m / 2 * columns + tiles_m % 2 * ((columns + 1) / 2);
-  const unsigned blocks = static_cast<unsigned>(std::min(most, count) * kBlocksOfCluster);
+  const unsigned blocks = static_cast<unsigned>(std::min(most, SegmentsRaster(task.rows, task.cols).count) * kBlocksOfCluster);
   segments_kernel<Count, TransposeB><<<blocks, kThreads, kBytesSegments<Count>, stream>>>(task);
   check(cudaGetLastError(), "segments launch");
-}
-
-template <int TransposeB>
-void choose(const Segments& task, int count, cudaStream_t stream) {
-  if (count == 2) {
-    launch_segments<2, TransposeB>(task, stream);
-  } else if (count == 4) {
-    launch_segments<4, TransposeB>(task, stream);
-  } else {
-    launch_segments<8, TransposeB>(task, stream);
-  }
 }
 
 }  // namespace
@@ -282,17 +189,10 @@ void choose(const Segments& task, int count, cudaStream_t stream) {
 void segments(Matrix a, Matrix b, bool transposed, int count, int parts, void* out, bool wide, cudaStream_t stream) {
   const int64_t cols = transposed ? b.cols : b.rows;
   if (a.rows == 0 || cols == 0) return;
-  Segments task{};
+  auto task = segments_task<Segments>(a, b, transposed, count, parts, out, wide);
   task.a = tensor_map(a, kTileK, 64);
   task.b = tensor_map(b, 64, 64);
-  task.out = out;
-  task.rows = static_cast<int>(a.rows);
-  task.cols = static_cast<int>(cols);
-  task.parts = parts;
-  task.part_depth = static_cast<int>(a.cols / parts);
-  task.part_tiles = task.part_depth / count / kTileK;
-  task.wide = wide;
-  transposed ? choose<1>(task, count, stream) : choose<0>(task, count, stream);
+  by_segments(count, transposed, [&](auto number, auto mn) { launch_segments<number(), mn()>(task, stream); });
 }
 
 }  // namespace rlk::sm90

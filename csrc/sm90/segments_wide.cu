@@ -1,115 +1,280 @@
 // out[M, N] = A[M, K] B[N, K]^T with K in segments that merge in a binary tree, in one launch, for many rows.
 //
-// Tiles of 128 x 256 a block, a cluster of two shares B: all registers of a consumer hold one segment. Of a finished even
-// segment the left half waits in registers, the right half in shared memory; subtrees of two and of four wait in memory
-// that stays in the L2, where the thread that wrote a value is the one that reads it. Each segment is one chain over
-// ascending k from zero, so neither tiles nor scheduling change a bit.
-#include "epilogue.cuh"
-#include "tensor_map.h"
-
-#include <algorithm>
+// Tiles of 128 x 256 a block, a cluster of two shares B: all registers of a consumer hold one segment. What waits for its
+// neighbour in the tree waits with its left half in registers and its right half in shared memory, one segment or one
+// subtree at a time. A subtree that must make room goes to memory that stays in the L2, under the products of the next
+// segment, and comes back through the ring of stages behind the last tile of k of the segment that it is added to.
+// Each segment is one chain over ascending k from zero, so neither tiles nor scheduling change a bit.
+#include "segments.cuh"
 
 namespace rlk::sm90 {
 namespace {
 
-constexpr int kDeep = 3, kGroupColumns = 8, kBytesWaiting = 2 * 64 * 128 * 4;  // group: tiles of 256 columns side by side
-constexpr int kBytesAll = kDeep * kBytesStage + kBytesWaiting + 256 + 1024;
+constexpr int kDeep = 3, kBytesWaiting = 2 * 64 * 128 * 4;
+constexpr int kWaiting = kDeep * kBytesStage, kFull = kWaiting + kBytesWaiting, kEmpty = kFull + kDeep * 8;
+constexpr int kOutside = kEmpty + kDeep * 8;  // [2]: subtrees of two, of four have been written
+constexpr int kBytesAll = kFull + 256 + 1024;
+constexpr int kLeastTiles = 4;  // of k in a segment: a subtree goes out in quarters under as many of them
 
-struct Wide {
-  CUtensorMap a, b;
-  void* out;
-  float4* scratch;
-  int rows, cols;
-  int parts, part_depth, part_tiles;  // a segment is slice s of each part of K: tiles of k of a slice
-  int wide;                           // fp32 output
-  int zero;                           // 0, which the compiler does not know
+// A subtree of one block outside: 3 parts that fit into a stage each, [warp][row][lane] of 16 bytes, by columns of the
+// accumulators: rows 0 to 11 of the left half; 12 to 15 of it and 0 to 7 of the right one; 8 to 15 of the right one.
+constexpr int kRow = 32 * 16, kBytesPart = 8 * 12 * kRow, kBytesTail = 8 * 8 * kRow;
+constexpr int kBytesSubtree = 2 * kBytesPart + kBytesTail;
+static_assert(kBytesSubtree == kTileM * kTileN * 4 && kBytesPart <= kBytesStage);
+
+struct Wide : Segments {
+  uint8_t* scratch;
+  int length;  // tiles of k of a segment
+  int zero;    // 0, which the compiler does not know
 };
 
-struct Place {
-  int m, n;
-  bool shares;  // not the last 128 rows of an odd number: there the cluster computes 128 x 512
-};
+using Stage = RingStage<kDeep>;
 
-struct Raster {
-  int pairs, odd, columns, count;
-
-  __device__ Raster(int rows, int cols) {
-    const int tiles_m = (rows + kTileM - 1) / kTileM;
-    pairs = tiles_m / 2;
-    odd = tiles_m % 2;
-    columns = (cols + kTileN - 1) / kTileN;
-    count = pairs * columns + odd * ((columns + 1) / 2);
-  }
-  __device__ __forceinline__ Place at(int id, int rank) const {
-    const int per_group = pairs * kGroupColumns + odd * (kGroupColumns / 2);
-    const int group = id / per_group, inside = id % per_group, first = group * kGroupColumns;
-    const int own = min(kGroupColumns, columns - first), beyond = inside - pairs * own;
-    if (beyond >= 0) return {pairs * 2 * kTileM, (first + beyond * 2 + rank) * kTileN, false};
-    return {(inside / own * 2 + rank) * kTileM, (first + inside % own) * kTileN, true};
-  }
-};
-
-struct Stage {
-  int index = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++index == kDeep) {
-      index = 0;
-      phase ^= 1;
-    }
-  }
-};
-
-// Keeps the compiler from moving uses of the accumulators across the asynchronous products.
-__device__ __forceinline__ void pin64(float (&acc)[64]) {
-#pragma unroll
-  for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+// Ordinary reads and writes before it come before bulk copies after it, and the other way round.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void store_bulk(void* to, uint32_t from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void load_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
-// One segment of `count` > 0 tiles of k.
+// What one consumer thread does with the ring.
 template <int TransposeB>
-__device__ __forceinline__ void chain(float (&left)[64], float (&right)[64], int count, Stage& at, uint32_t base,
-                                      uint32_t full, uint32_t empty, int own, int thread) {
-  constexpr int kStepB = TransposeB ? 2048 : 32;
-  const bool signals = thread % 32 == 0 && thread < kCluster * 32;
-  const auto before = [&] { return (at.index == 0 ? kDeep : at.index) - 1; };
-  pin64(left);
-  pin64(right);
-#pragma unroll 1
-  for (int kt = 0;;) {
-    barrier_wait(full + at.index * 8, at.phase);
-    const uint32_t stage = base + at.index * kBytesStage;
-    const uint64_t a = descriptor(stage + own * (kBytesA / 2), 8192, 1024), b = descriptor(stage + kBytesA, 8192, 1024);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kTileK / 16; ++k) {
-      wgmma_64x256x16<0, TransposeB>(left, right, a + (k * 32 >> 4), b + (k * kStepB >> 4), kt > 0 || k > 0);
-    }
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (kt > 0 && signals) barrier_arrive(empty + before() * 8, thread / 32);
-    at.next();
-    if (++kt == count) break;
+struct Ring {
+  static constexpr int kStepB = TransposeB ? 2048 : 32;  // bytes from one k16 to the next
+  uint32_t base;
+  int own, thread;
+  Stage at;
+
+  __device__ __forceinline__ uint32_t stage() const { return base + at.index * kBytesStage; }
+  __device__ __forceinline__ void wait() const { barrier_wait(base + kFull + at.index * 8, at.phase); }
+  __device__ __forceinline__ void release(int index) const {  // one thread for each block of the cluster
+    if (thread % 32 == 0 && thread < kCluster * 32) barrier_arrive(base + kEmpty + index * 8, thread / 32);
   }
-  wgmma_wait<0>();
-  pin64(left);
-  pin64(right);
-  if (signals) barrier_arrive(empty + before() * 8, thread / 32);
+  // The stage that all threads of the warpgroup have read.
+  __device__ __forceinline__ void give_back() {
+    named_barrier(1 + own, 128);
+    release(at.index);
+    at.next();
+  }
+
+  // One segment of `count` > 0 tiles of k. meanwhile(kt): under the products of tile kt.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void chain(float (&left)[64], float (&right)[64], int count, Meanwhile meanwhile) {
+    pin_values(left);
+    pin_values(right);
+#pragma unroll 1
+    for (int kt = 0;;) {
+      wait();
+      const uint64_t a = descriptor(stage() + own * (kBytesA / 2), 8192, 1024);
+      const uint64_t b = descriptor(stage() + kBytesA, 8192, 1024);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kTileK / 16; ++k) {
+        wgmma_64x256x16<0, TransposeB>(left, right, a + (k * 32 >> 4), b + (k * kStepB >> 4), kt > 0 || k > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (kt > 0) release(at.before());
+      meanwhile(kt);
+      at.next();
+      if (++kt == count) break;
+    }
+    wgmma_wait<0>();
+    pin_values(left);
+    pin_values(right);
+    release(at.before());
+  }
+};
+
+template <int Count, int TransposeB>
+__device__ __forceinline__ void produce(const Wide& task, uint32_t base, const uint8_t* subtrees) {
+  const uint32_t full = base + kFull, empty = base + kEmpty;
+  const SegmentsRaster raster(task.rows, task.cols);
+  const int rank = static_cast<int>(cluster_rank()), clusters = static_cast<int>(gridDim.x) / kCluster;
+  Stage at;
+  uint32_t phases = 0;
+  const auto load_subtree = [&](int which) {
+    barrier_wait(base + kOutside + which * 8, phases >> which & 1);
+    phases ^= 1u << which;
+    fence_async();
+    const uint8_t* from = subtrees + which * kBytesSubtree;
+#pragma unroll 1
+    for (int part = 0; part < 3; ++part) {
+      const int bytes = part < 2 ? kBytesPart : kBytesTail;
+      barrier_wait(empty + at.index * 8, at.phase ^ 1);
+      barrier_expect(full + at.index * 8, bytes);
+      load_bulk(base + at.index * kBytesStage, from, bytes, full + at.index * 8);
+      from += bytes;
+      at.next();
+    }
+  };
+  for (int id = static_cast<int>(blockIdx.x) / kCluster; id < raster.count; id += clusters) {
+    const SegmentsPlace place = raster.at<1>(id, rank);
+#pragma unroll 1
+    for (int segment = 0; segment < Count; ++segment) {
+#pragma unroll 1
+      for (int part = 0; part < task.parts; ++part) {
+        int k = part * task.part_depth + segment * task.part_tiles * kTileK;
+#pragma unroll 1
+        for (int kt = 0; kt < task.part_tiles; ++kt, k += kTileK) {
+          barrier_wait(empty + at.index * 8, at.phase ^ 1);
+          const uint32_t barrier = full + at.index * 8, a = base + at.index * kBytesStage, b = a + kBytesA;
+          barrier_expect(barrier, kBytesStage);
+          load_tile(a, &task.a, barrier, k, place.m);
+          if constexpr (TransposeB) {
+            for (int chunk = place.odd ? 0 : rank * 2; chunk < (place.odd ? 4 : rank * 2 + 2); ++chunk) {
+              if (place.odd) {
+                load_tile(b + chunk * 8192, &task.b, barrier, place.n + chunk * 64, k);
+              } else {
+                load_tile_multicast(b + chunk * 8192, &task.b, barrier, place.n + chunk * 64, k, 3);
+              }
+            }
+          } else if (place.odd) {
+            load_tile(b, &task.b, barrier, k, place.n);
+            load_tile(b + 16384, &task.b, barrier, k, place.n + 128);
+          } else {
+            load_tile_multicast(b + rank * 16384, &task.b, barrier, k, place.n + rank * 128, 3);
+          }
+          at.next();
+        }
+      }
+      if constexpr (Count > 2) {
+        if (segment % 4 == 3) load_subtree(0);
+      }
+      if constexpr (Count == 8) {
+        if (segment == 7) load_subtree(1);
+      }
+    }
+  }
 }
 
-// Values of one thread that wait in global memory, 256 threads side by side.
-__device__ __forceinline__ void put(float4* at, const float (&x)[64]) {
+template <int Count, int TransposeB>
+__device__ __forceinline__ void consume(const Wide& task, uint32_t base, uint8_t* subtrees, int own, int thread) {
+  const int lane = thread % 32, warp = own * 4 + thread / 32, clusters = static_cast<int>(gridDim.x) / kCluster;
+  const int tiles = SegmentsRaster(task.rows, task.cols).count;
+  const uint32_t waiting = base + kWaiting + warp * 16 * kRow, mine = waiting + lane * 16;  // 8 KiB of a warp
+  Ring<TransposeB> ring{base, own, thread, {}};
+  float left[64], right[64], even[64];
+
+  const auto keep = [&] {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) __stcg(at + i * 256, make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]));
-}
-__device__ __forceinline__ void add_waiting(const float4* at, float (&x)[64]) {
+    for (int i = 0; i < 64; ++i) even[i] = __int_as_float(__float_as_int(left[i]) ^ task.zero);  // a copy that stays one
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const float4 v = __ldcg(at + i * 256);
-    x[4 * i] = __fadd_rn(v.x, x[4 * i]);
-    x[4 * i + 1] = __fadd_rn(v.y, x[4 * i + 1]);
-    x[4 * i + 2] = __fadd_rn(v.z, x[4 * i + 2]);
-    x[4 * i + 3] = __fadd_rn(v.w, x[4 * i + 3]);
+    for (int i = 0; i < 16; ++i) put_shared(mine + i * kRow, right + 4 * i);
+  };
+  const auto add_kept_left = [&] {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) left[i] = __fadd_rn(even[i], left[i]);
+  };
+  const auto add_kept_right = [&] {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) add_shared(mine + i * kRow, right + 4 * i);
+  };
+  // What is kept goes outside: the right half at once, the left one quarter by quarter.
+  const auto send_right = [&](int which) {
+    fence_async();
+    __syncwarp();
+    if (lane == 0) {
+      uint8_t* to = subtrees + which * kBytesSubtree + kBytesPart;
+      store_bulk(to + (warp * 12 + 4) * kRow, waiting, 8 * kRow);
+      store_bulk(to + kBytesPart + warp * 8 * kRow, waiting + 8 * kRow, 8 * kRow);
+      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    }
+  };
+  const auto send_left = [&](int which, int quarter) {
+    uint8_t* to = subtrees + which * kBytesSubtree + warp * 12 * kRow + lane * 16;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      if (quarter == q) {
+#pragma unroll
+        for (int i = 4 * q; i < 4 * q + 4; ++i) {
+          __stcg(reinterpret_cast<float4*>(to + (i < 12 ? i * kRow : kBytesPart + (i - 12) * kRow)),
+                 make_float4(even[4 * i], even[4 * i + 1], even[4 * i + 2], even[4 * i + 3]));
+        }
+      }
+    }
+  };
+  const auto sent = [&](int which) {
+    fence_async();
+    if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    __syncwarp();
+    if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(base + kOutside + which * 8) : "memory");
+  };
+  // (left, right) += what is kept, if so, then what is outside.
+  const auto add_subtree = [&](bool kept) {
+    if (kept) add_kept_left();
+    ring.wait();
+    uint32_t part = ring.stage() + warp * 12 * kRow + lane * 16;
+#pragma unroll
+    for (int i = 0; i < 12; ++i) add_shared(part + i * kRow, left + 4 * i);
+    ring.give_back();
+    if (kept) add_kept_right();
+    ring.wait();
+    part = ring.stage() + warp * 12 * kRow + lane * 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) add_shared(part + i * kRow, left + 48 + 4 * i);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) add_shared(part + (4 + i) * kRow, right + 4 * i);
+    ring.give_back();
+    ring.wait();
+    part = ring.stage() + warp * 8 * kRow + lane * 16;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) add_shared(part + i * kRow, right + 32 + 4 * i);
+    ring.give_back();
+  };
+
+  for (int id = static_cast<int>(blockIdx.x) / kCluster; id < tiles; id += clusters) {
+#pragma unroll
+    for (int four = 0; four < (Count == 8 ? 2 : 1); ++four) {
+      ring.chain(left, right, task.length, [&](int kt) {
+        if (Count == 8 && four > 0) send_left(1, kt);
+      });
+      if (Count == 8 && four > 0) sent(1);
+      keep();
+      ring.chain(left, right, task.length, [](int) {});
+      if constexpr (Count > 2) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) even[i] = __fadd_rn(even[i], left[i]);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          add_shared(mine + i * kRow, right + 4 * i);
+          put_shared(mine + i * kRow, right + 4 * i);
+        }
+        send_right(0);
+        ring.chain(left, right, task.length, [&](int kt) { send_left(0, kt); });
+        sent(0);
+        keep();
+        ring.chain(left, right, task.length, [](int) {});
+        add_subtree(true);
+        if constexpr (Count == 8) {
+          if (four > 0) {
+            add_subtree(false);
+          } else {
+            keep();
+            send_right(1);
+          }
+        }
+      } else {
+        add_kept_left();
+        add_kept_right();
+      }
+    }
+    const SegmentsPlace place = SegmentsRaster(task.rows, task.cols).at<1>(id, static_cast<int>(cluster_rank()));
+    const int first = place.m + own * 64 + (thread / 32) * 16;
+    if (task.wide) {
+      const int row = first + lane / 4, column = place.n + (lane % 4) * 2;
+      store_floats(left, task, row, column);
+      store_floats(right, task, row, column + 128);
+    } else {
+      const Stager stager{waiting, lane};
+      stager.send(left, static_cast<__nv_bfloat16*>(task.out), task.cols, task.rows, task.cols, first, place.n);
+      stager.send(right, static_cast<__nv_bfloat16*>(task.out), task.cols, task.rows, task.cols, first, place.n + 128);
+      __syncwarp();
+    }
   }
 }
 
@@ -117,123 +282,23 @@ template <int Count, int TransposeB>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1) wide_kernel(const __grid_constant__ Wide task) {
   extern __shared__ uint8_t raw[];
   const uint32_t base = (smem_address(raw) + 1023) & ~1023u;
-  const uint32_t waiting = base + kDeep * kBytesStage, full = waiting + kBytesWaiting, empty = full + kDeep * 8;
   const int group = static_cast<int>(threadIdx.x) / 128, thread = threadIdx.x % 128;
-  const int clusters = static_cast<int>(gridDim.x) / kCluster;
-  const int tiles = Raster(task.rows, task.cols).count;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kDeep; ++i) {
-      barrier_init(full + i * 8, 1);
-      barrier_init(empty + i * 8, 2 * kCluster);
+      barrier_init(base + kFull + i * 8, 1);
+      barrier_init(base + kEmpty + i * 8, 2 * kCluster);
     }
+    for (int i = 0; i < 2; ++i) barrier_init(base + kOutside + i * 8, 8);
     barrier_init_fence();
   }
   cluster_sync();
-
+  uint8_t* const subtrees = task.scratch + static_cast<int64_t>(blockIdx.x) * (Count / 4) * kBytesSubtree;
   if (group == 0) {
     registers_down<40>();
-    if (thread == 0) {
-      const Raster raster(task.rows, task.cols);
-      const int rank = static_cast<int>(cluster_rank());
-      Stage at;
-      for (int id = static_cast<int>(blockIdx.x) / kCluster; id < tiles; id += clusters) {
-        const Place place = raster.at(id, rank);
-        for (int slice = 0; slice < Count * task.parts; ++slice) {
-          int k = slice % task.parts * task.part_depth + slice / task.parts * task.part_tiles * kTileK;
-          for (int kt = 0; kt < task.part_tiles; ++kt, k += kTileK) {
-            barrier_wait(empty + at.index * 8, at.phase ^ 1);
-            const uint32_t barrier = full + at.index * 8, a = base + at.index * kBytesStage, b = a + kBytesA;
-            barrier_expect(barrier, kBytesStage);
-            load_tile(a, &task.a, barrier, k, place.m);
-            if constexpr (TransposeB) {
-              for (int chunk = place.shares ? rank * 2 : 0; chunk < (place.shares ? rank * 2 + 2 : 4); ++chunk) {
-                if (place.shares) load_tile_multicast(b + chunk * 8192, &task.b, barrier, place.n + chunk * 64, k, 3);
-                else load_tile(b + chunk * 8192, &task.b, barrier, place.n + chunk * 64, k);
-              }
-            } else if (place.shares) {
-              load_tile_multicast(b + rank * 16384, &task.b, barrier, k, place.n + rank * 128, 3);
-            } else {
-              load_tile(b, &task.b, barrier, k, place.n);
-              load_tile(b + 16384, &task.b, barrier, k, place.n + 128);
-            }
-            at.next();
-          }
-        }
-      }
-    }
+    if (thread == 0) produce<Count, TransposeB>(task, base, subtrees);
   } else {
     registers_up<232>();
-    const int own = group - 1, length = task.parts * task.part_tiles, lane = thread % 32, warp = own * 4 + thread / 32;
-    const uint32_t mine = waiting + warp * 8192;
-    Stage at;
-    float left[64], right[64], even[64];
-    for (int id = static_cast<int>(blockIdx.x) / kCluster; id < tiles; id += clusters) {
-#pragma unroll 1
-      for (int pair = 0; pair < Count / 2; ++pair) {
-        chain<TransposeB>(left, right, length, at, base, full, empty, own, thread);
-#pragma unroll
-        for (int i = 0; i < 64; ++i) even[i] = __int_as_float(__float_as_int(left[i]) ^ task.zero);  // a copy that stays one
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(mine + i * 512 + lane * 16), "f"(right[4 * i]),
-                       "f"(right[4 * i + 1]), "f"(right[4 * i + 2]), "f"(right[4 * i + 3]) : "memory");
-        }
-        chain<TransposeB>(left, right, length, at, base, full, empty, own, thread);
-#pragma unroll
-        for (int i = 0; i < 64; ++i) left[i] = __fadd_rn(even[i], left[i]);
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          float4 v;
-          asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                       : "r"(mine + i * 512 + lane * 16) : "memory");
-          right[4 * i] = __fadd_rn(v.x, right[4 * i]);
-          right[4 * i + 1] = __fadd_rn(v.y, right[4 * i + 1]);
-          right[4 * i + 2] = __fadd_rn(v.z, right[4 * i + 2]);
-          right[4 * i + 3] = __fadd_rn(v.w, right[4 * i + 3]);
-        }
-        if constexpr (Count > 2) {
-          float4* two = task.scratch + static_cast<int64_t>(blockIdx.x) * (Count / 4) * 8192 + own * 128 + thread;
-          float4* four = two + 8192;
-          if (pair % 2 == 0) {
-            put(two, left);
-            put(two + 4096, right);
-          } else {
-            add_waiting(two, left);
-            add_waiting(two + 4096, right);
-            if constexpr (Count == 8) {
-              if (pair == 1) {
-                put(four, left);
-                put(four + 4096, right);
-              } else {
-                add_waiting(four, left);
-                add_waiting(four + 4096, right);
-              }
-            }
-          }
-        }
-      }
-      const Place place = Raster(task.rows, task.cols).at(id, static_cast<int>(cluster_rank()));
-      const int first = place.m + own * 64 + (thread / 32) * 16;
-      if (task.wide) {
-        const int row = first + lane / 4, column = place.n + (lane % 4) * 2;
-        float* out = static_cast<float*>(task.out) + static_cast<int64_t>(row) * task.cols + column;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          if (row + 8 * h >= task.rows) continue;
-#pragma unroll
-          for (int j = 0; j < 16; ++j) {
-            float* to = out + static_cast<int64_t>(8 * h) * task.cols + 8 * j;
-            if (column + 8 * j < task.cols) *reinterpret_cast<float2*>(to) = make_float2(left[4 * j + 2 * h], left[4 * j + 2 * h + 1]);
-            if (column + 128 + 8 * j < task.cols) *reinterpret_cast<float2*>(to + 128) = make_float2(right[4 * j + 2 * h], right[4 * j + 2 * h + 1]);
-          }
-        }
-      } else {
-        const Stager stager{mine, lane};
-        stager.send(left, static_cast<__nv_bfloat16*>(task.out), task.cols, task.rows, task.cols, first, place.n);
-        stager.send(right, static_cast<__nv_bfloat16*>(task.out), task.cols, task.rows, task.cols, first, place.n + 128);
-        __syncwarp();
-      }
-    }
+    consume<Count, TransposeB>(task, base, subtrees, group - 1, thread);
   }
   __syncwarp();
   cluster_sync();
@@ -246,45 +311,30 @@ void launch_wide(const Wide& task, int64_t scratch, cudaStream_t stream) {
           "shared memory");
     return processors_of(device);
   });
-  const int tiles_m = (task.rows + kTileM - 1) / kTileM, columns = (task.cols + kTileN - 1) / kTileN;
-  const int count = tiles_m / 2 * columns + tiles_m % 2 * ((columns + 1) / 2);
-  const int blocks = std::min(processors / kCluster, count) * kCluster;
-  if (scratch < int64_t{blocks} * (Count / 4) * kTileM * kTileN) {
-    throw std::runtime_error("segments: scratch must hold 128 x 256 values for each processor and 4 segments");
+  const int blocks = std::min(processors / kCluster, SegmentsRaster(task.rows, task.cols).count) * kCluster;
+  if (scratch < int64_t{blocks} * (Count / 4) * kTileM * kTileN || reinterpret_cast<uintptr_t>(task.scratch) % 16 != 0) {
+    throw std::runtime_error("segments: scratch must hold 128 x 256 values for each processor and 4 segments, 16-byte aligned");
   }
   wide_kernel<Count, TransposeB><<<static_cast<unsigned>(blocks), kThreads, kBytesAll, stream>>>(task);
   check(cudaGetLastError(), "segments launch");
-}
-
-template <int TransposeB>
-void choose(const Wide& task, int count, int64_t scratch, cudaStream_t stream) {
-  if (count == 2) {
-    launch_wide<2, TransposeB>(task, scratch, stream);
-  } else if (count == 4) {
-    launch_wide<4, TransposeB>(task, scratch, stream);
-  } else {
-    launch_wide<8, TransposeB>(task, scratch, stream);
-  }
 }
 
 }  // namespace
 
 void segments_wide(Matrix a, Matrix b, bool transposed, int count, int parts, float* scratch, int64_t scratch_size, void* out,
                    bool wide, cudaStream_t stream) {
-  const int64_t cols = transposed ? b.cols : b.rows;
-  if (a.rows == 0 || cols == 0) return;
-  Wide task{};
+  auto task = segments_task<Wide>(a, b, transposed, count, parts, out, wide);
+  if (task.rows == 0 || task.cols == 0) return;
   task.a = tensor_map(a, kTileK, kTileM);
   task.b = transposed ? tensor_map(b, 64, kTileK) : tensor_map(b, kTileK, 128);
-  task.out = out;
-  task.scratch = reinterpret_cast<float4*>(scratch);
-  task.rows = static_cast<int>(a.rows);
-  task.cols = static_cast<int>(cols);
-  task.parts = parts;
-  task.part_depth = static_cast<int>(a.cols / parts);
-  task.part_tiles = task.part_depth / count / kTileK;
-  task.wide = wide;
-  transposed ? choose<1>(task, count, scratch_size, stream) : choose<0>(task, count, scratch_size, stream);
+  task.scratch = reinterpret_cast<uint8_t*>(scratch);
+  task.length = parts * task.part_tiles;
+  if (count > 2 && task.length < kLeastTiles) {
+    throw std::runtime_error("segments: of 4 or 8 segments each must have a K of at least " +
+                             std::to_string(kLeastTiles * kTileK) + ", not " + std::to_string(task.length * kTileK) +
+                             "; sm90_segments takes shorter ones");
+  }
+  by_segments(count, transposed, [&](auto number, auto mn) { launch_wide<number(), mn()>(task, scratch_size, stream); });
 }
 
 }  // namespace rlk::sm90

@@ -104,6 +104,23 @@ def test_gradient_of_x(n, k, segments, parts):
         assert differing(sm90.dgrad(dy, w, segments=segments, parts=parts, out_dtype=F32), expected) == 0, (m, "table")
 
 
+@pytest.mark.parametrize("segments", [2, 4, 8])
+def test_short_segments(segments):
+    """K of 64 to 320 a segment, tiles whose last rows and columns are missing, and the limit of the wide kernel."""
+    for size in (64, 128, 192, 256, 320):
+        x, w = heavy(333, size * segments, seed=size), heavy(776, size * segments, seed=1)
+        expected = chains(x, w.t(), segments)
+        for kernel in ("narrow", "wide"):
+            with launches(w, kernel):
+                found = sm90.matmul(x, w, segments=segments, out_dtype=F32)
+                turned = sm90.dgrad(x, w.t().contiguous(), segments=segments, out_dtype=F32)
+            assert differing(found, expected) == 0 and differing(turned, expected) == 0, (size, kernel)
+        if segments > 2 and size < sm90.SHORTEST_WIDE:
+            with pytest.raises(RuntimeError, match="at least 256"):
+                sm90._wide(x, w, torch.empty(333, 776, device="cuda"), False, segments, 1)
+    assert differing(expected, chains(x, w.t(), 1)) > 0
+
+
 def test_strided_rows():
     wide, w = heavy(500, 4096, seed=3), heavy(512, 4096, seed=4)
     x, part = wide[:, 1024:3072], w[:, 2048:]

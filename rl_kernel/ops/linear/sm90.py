@@ -2,7 +2,8 @@
 
 * at most 64 rows: ``few_rows``, segments included; for one segment in the shapes that the launch table names;
 * K in 2, 4 or 8 segments and more rows: ``segments`` (tiles of 128 x 128, everything on the chip) where tiles are few
-  or segments short, ``segments_wide`` (128 x 256, subtrees in the L2) elsewhere. One launch each.
+  or segments short, ``segments_wide`` (128 x 256, subtrees in the L2 under the products of the next segment) elsewhere.
+  One launch each.
 
 Which kernel serves what is data, so speed alone changes with it. Rows of the launch table:
 
@@ -13,7 +14,8 @@ Which kernel serves what is data, so speed alone changes with it. Rows of the la
 * ``linear_library_NxK_sm90`` for one segment and bf16 results, by M: an algorithm of cuBLASLt by its attributes where
   the library's own choice is slower (id 0: its own choice). Rows name single values of M, those that were
   measured, and serve cuBLASLt 13.1 alone: with another version the library chooses, slower at these sizes;
-* ``linear_segments_sm90`` by tiles of 128 x 256: the longest segment that ``narrow`` and, if not, that ``wide`` serves.
+* ``linear_segments_sm90`` by tiles of 128 x 256: the longest segment that ``narrow`` and, if not, that ``wide`` serves;
+  of 4 or 8 segments that are too short for ``wide``, ``narrow`` serves them in its place.
 
 Bits: all kernels have the contract's. Each is compared with the Triton backend when this backend is first asked for;
 one that differs is not used (a warning, :func:`rl_kernel.cublaslt.report` and the fallback count name it). So it is
@@ -38,6 +40,7 @@ from rl_kernel.triton_utils import has_launch_rows, launch_row
 __all__ = ["add_product", "dgrad", "matmul", "product", "supports", "wgrad"]
 
 FEW_ROWS = 64
+SHORTEST_WIDE = 256  # segment of segments_wide, of 4 or 8: subtrees leave under its products
 # The launch table's numbers of algorithms are those of cuBLASLt 13.1. Elsewhere they may mean nothing, and a tile that
 # the library does not have has been seen to end the process (SIGFPE inside the library).
 ALGORITHM_VERSION = 1301
@@ -114,7 +117,7 @@ def _probe() -> frozenset[str]:
             how = {"rows": rows, "per_processor": 1, "dependent": 0}
             found = _few(x, w, empty(m, 272), segments, how)
             compare(f"few {m} rows {rows}", found, expected(x, w.t(), segments))
-    a, w = heavy(200, 1024), heavy(528, 1024)
+    a, w = heavy(200, 8 * SHORTEST_WIDE), heavy(528, 8 * SHORTEST_WIDE)
     for transposed, b in ((False, w), (True, w.t().contiguous())):
         for segments in (2, 4, 8):
             right = expected(a, w.t(), segments)
@@ -188,6 +191,8 @@ def _kernel(a: torch.Tensor, b: torch.Tensor, columns: int, segments: int, parts
     row = launch_row("linear_segments_sm90", -(-m // 128) * -(-columns // 256))
     # Several parts: the library has no product for them, so that the smaller tile takes what no row gives away.
     name = next((name for name in _SEGMENTED if k // segments <= row[name]), "narrow" if parts > 1 else "")
+    if name == "wide" and segments > 2 and k // segments < SHORTEST_WIDE:
+        name = "narrow"
     return name if name and name not in _probe() else None
 
 
