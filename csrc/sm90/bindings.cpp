@@ -49,54 +49,17 @@ void statistics_op(Tensor hidden, Tensor weight, Tensor targets, Maybe temperatu
              kept.has_value() ? matrix(*kept, "kept") : Matrix{}, counter_of(counter), stream_of(hidden));
 }
 
-void row_table_op(Tensor targets, Maybe temperatures, int64_t start, Tensor max, Tensor log_sum, Tensor entropy,
-                  Maybe grad_logp, Maybe grad_lse, Maybe grad_entropy, Maybe order, Maybe active, int64_t skipped,
-                  Tensor table) {
-  const torch::stable::accelerator::DeviceGuard guard(table.get_device_index());
-  RowTable task;
-  task.tokens = targets.numel();
-  task.start = start;
-  task.targets = data<int64_t>(targets, "targets", ScalarType::Long);
-  task.temperatures = floats(temperatures, "temperatures");
-  task.max = floats(max, "max");
-  task.log_sum = floats(log_sum, "log_sum");
-  task.entropy = floats(entropy, "entropy");
-  const Maybe* grads[3] = {&grad_logp, &grad_lse, &grad_entropy};
-  for (int i = 0; i < 3; ++i) {
-    if (!grads[i]->has_value()) continue;
-    const Tensor& grad = **grads[i];
-    expect(grad, "upstream gradient", ScalarType::Float);
-    STD_TORCH_CHECK(grad.dim() == 1, "an upstream gradient must have one dimension");
-    task.grad[i] = static_cast<const float*>(grad.data_ptr());
-    task.grad_stride[i] = grad.size(0) > 1 ? grad.stride(0) : 0;
-  }
-  task.order = data<int64_t>(order, "order", ScalarType::Long);
-  task.active = data<int>(active, "active", ScalarType::Int);
-  task.skipped = static_cast<int>(skipped);
-  STD_TORCH_CHECK(table.numel() >= 8 * task.tokens, "table must be [T, 8]");
-  task.table = floats(table, "table");
-  row_table(task, stream_of(table));
-}
-
-void recompute_op(Tensor hidden, Tensor weight, Tensor targets, Maybe temperatures, int64_t start, int64_t columns,
-                  Maybe active, Tensor counter, Tensor table, Tensor dlogits) {
-  const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
-  const int64_t tokens = hidden.size(0);
-  Rows rows = rows_of(targets, temperatures, start, columns, tokens);
-  active_of(rows, active, 0);
-  table_of(rows, table, tokens);
-  recompute(matrix(hidden, "hidden"), matrix(weight, "weight"), rows, matrix(dlogits, "dlogits"), counter_of(counter),
-            stream_of(hidden));
-}
-
-void gradient_op(Tensor kept, Tensor stats, Maybe active, int64_t skipped, Tensor table) {
+void gradient_op(Tensor kept, Tensor stats, Tensor targets, Maybe temperatures, int64_t start, Tensor results,
+                 Maybe grad_logp, Maybe grad_lse, Maybe grad_entropy, Tensor order, Maybe active, int64_t skipped) {
   const torch::stable::accelerator::DeviceGuard guard(kept.get_device_index());
   const int64_t tokens = kept.size(0);
-  Rows rows;
+  Rows rows = rows_of(targets, temperatures, start, kept.size(1), tokens);
   leaves_of(rows, stats, tokens);
   active_of(rows, active, skipped);
-  table_of(rows, table, tokens);
-  gradient_in_place(rows, matrix(kept, "kept"), stream_of(kept));
+  Upstream upstream = upstream_of(results, grad_logp, grad_lse, grad_entropy);
+  STD_TORCH_CHECK(order.numel() == tokens, "order must have one value a slot");
+  upstream.order = data<int64_t>(order, "order", ScalarType::Long);
+  gradient_in_place(rows, upstream, matrix(kept, "kept"), stream_of(kept));
 }
 
 void place_op(Tensor values, Tensor place, Tensor out) {
@@ -109,8 +72,7 @@ void place_op(Tensor values, Tensor place, Tensor out) {
 }
 
 void backward_op(Tensor dlogits, Tensor weight, Tensor hidden, Tensor counter, int64_t first_column, int64_t columns,
-                 Maybe dh, bool dh_continues, Maybe order, Maybe dw, bool dw_accumulate, Maybe dw_init, Maybe active,
-                 int64_t skipped) {
+                 Maybe dh, Maybe order, Maybe dw, Maybe dw_init, Maybe active, int64_t skipped) {
   const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
   Backward task;
   task.dlogits = matrix(dlogits, "dlogits");
@@ -122,16 +84,14 @@ void backward_op(Tensor dlogits, Tensor weight, Tensor hidden, Tensor counter, i
                       (columns % 64 == 0 || first_column + columns == dlogits.size(1)),
                   "a segment of columns must be a multiple of 64 or reach the end");
   task.dh = floats(dh, "dh");
-  task.dh_continues = dh_continues;
   task.order = data<int>(order, "order", ScalarType::Int);
   STD_TORCH_CHECK(!dh.has_value() || (order.has_value() &&
                       order->numel() >= (hidden.size(0) + 255) / 256 * ((hidden.size(1) + 255) / 256) * 4),
                   "order must hold 4 zeros for each 256 x 256 of dh");
   if (dw.has_value()) {
     const bool wide = dw->scalar_type() == ScalarType::Float;
-    STD_TORCH_CHECK(wide || !dw_accumulate, "dw must be fp32 to accumulate");
     task.dw = wide ? static_cast<void*>(floats(*dw, "dw")) : data<void>(*dw, "dw", ScalarType::BFloat16);
-    task.dw_output = wide ? (dw_accumulate ? 2 : 1) : 0;
+    task.dw_output = wide ? 1 : 0;
   }
   task.dw_init = floats(dw_init, "dw_init");
   task.active = data<int>(active, "active", ScalarType::Int);
@@ -257,19 +217,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
       " Tensor? active, int skipped, Tensor(a!) counter, Tensor(b!) stats, Tensor(c!) target_logit,"
       " Tensor(d!)? kept) -> ()");
   m.def(
-      "sm90_row_table(Tensor targets, Tensor? temperatures, int start, Tensor max, Tensor log_sum, Tensor entropy,"
-      " Tensor? grad_logp, Tensor? grad_lse, Tensor? grad_entropy, Tensor? order, Tensor? active, int skipped,"
-      " Tensor(a!) table) -> ()");
-  m.def(
-      "sm90_recompute(Tensor hidden, Tensor weight, Tensor targets, Tensor? temperatures, int start, int columns,"
-      " Tensor? active, Tensor(a!) counter, Tensor table, Tensor(b!) dlogits) -> ()");
-  m.def(
-      "sm90_gradient_(Tensor(a!) kept, Tensor stats, Tensor? active, int skipped, Tensor table) -> ()");
+      "sm90_gradient_(Tensor(a!) kept, Tensor stats, Tensor targets, Tensor? temperatures, int start, Tensor results,"
+      " Tensor? grad_logp, Tensor? grad_lse, Tensor? grad_entropy, Tensor order, Tensor? active, int skipped) -> ()");
   m.def("sm90_place(Tensor values, Tensor place, Tensor(a!) out) -> ()");
   m.def(
       "sm90_backward(Tensor dlogits, Tensor weight, Tensor hidden, Tensor(a!) counter, int first_column, int columns,"
-      " Tensor(b!)? dh, bool dh_continues, Tensor(g!)? order, Tensor(c!)? dw,"
-      " bool dw_accumulate, Tensor? dw_init, Tensor? active, int skipped) -> ()");
+      " Tensor(b!)? dh, Tensor(c!)? order, Tensor(d!)? dw, Tensor? dw_init, Tensor? active, int skipped) -> ()");
   m.def(
       "sm90_merge(Tensor stats, Tensor target_logit, Tensor? active, int skipped, Tensor? order, Tensor(a!) out)"
       " -> ()");
@@ -295,10 +248,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(rlk, CUDA, m) {
   m.impl("sm90_prepare", TORCH_BOX(&prepare_op));
-  m.impl("sm90_row_table", TORCH_BOX(&row_table_op));
   m.impl("sm90_place", TORCH_BOX(&place_op));
   m.impl("sm90_statistics", TORCH_BOX(&statistics_op));
-  m.impl("sm90_recompute", TORCH_BOX(&recompute_op));
   m.impl("sm90_gradient_", TORCH_BOX(&gradient_op));
   m.impl("sm90_backward", TORCH_BOX(&backward_op));
   m.impl("sm90_merge", TORCH_BOX(&merge_op));

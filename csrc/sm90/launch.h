@@ -13,7 +13,7 @@ struct Rows {
   int columns = 0;    // columns at hand that are real vocabulary
   int leaves = 0;
   float *leaf_max = nullptr, *leaf_sum = nullptr, *leaf_mean = nullptr, *target_logit = nullptr;
-  const float* table = nullptr;  // [T, 8]: what the gradient of a row needs (row_table)
+  const float* table = nullptr;  // [T, 8]: what the gradient of a row needs (row_table); gradient_in_place makes its own
   // Of the T rows the first `*active - skipped` take part, all without a pointer.
   const int* active = nullptr;
   int skipped = 0;
@@ -64,20 +64,17 @@ void prepare(Prepare task, cudaStream_t stream);
 // All leaves of the vocabulary are here: (logp, lse, entropy, m, log l) into out [5, total], row order[i] for slot i.
 void merge(Rows rows, int64_t tokens, const int64_t* order, float* out, int64_t total, cudaStream_t stream);
 
-struct RowTable {
-  int64_t tokens = 0, start = 0;
-  const float *max = nullptr, *log_sum = nullptr, *entropy = nullptr;  // by row
-  const float* grad[3] = {};       // upstream of logp, lse, entropy by row; null: zero
+// Results of the forward pass and upstream gradients, all by row: what the gradients of logits depend on.
+struct Upstream {
+  const float *max = nullptr, *log_sum = nullptr, *entropy = nullptr;
+  const float* grad[3] = {};       // of logp, lse, entropy; null: zero
   int64_t grad_stride[3] = {};
-  const float* temperatures = nullptr;  // by slot
-  const int64_t *targets = nullptr, *order = nullptr;
-  const int* active = nullptr;
-  int skipped = 0;
-  float* table = nullptr;          // [T, 8] by slot
+  const int64_t* order = nullptr;  // row of a slot
   int* zeros = nullptr;            // set to zero as well: counters of the launches that follow
   int64_t zero_count = 0;
 };
-void row_table(RowTable task, cudaStream_t stream);
+// Values of rows [T, 8] by slot, for `recompute`.
+void row_table(Rows rows, Upstream upstream, int64_t tokens, float* table, cudaStream_t stream);
 // out[row] = bf16(values[place[row]]), 0 where place is -1.
 void place_rows(const float* values, const int* place, Matrix out, cudaStream_t stream);
 // Values of aligned subtrees of the local leaves, given as pairs (begin, end): nodes [slots, 2, T] of (l, u).
@@ -88,7 +85,7 @@ void tree_nodes(Rows rows, const float* m, const int* ranges, int count, float* 
 void finish(float* nodes, int slots, const int* merges, int count, int root, const float* m, const float* target_logit,
             float* out, int64_t tokens, cudaStream_t stream);
 // Kept bf16 exp(z - leaf_max) becomes the bf16 gradient of the logits, in place.
-void gradient_in_place(Rows rows, Matrix kept, cudaStream_t stream);
+void gradient_in_place(Rows rows, Upstream upstream, Matrix kept, cudaStream_t stream);
 // Statistics of the leaves of fp32 logits.
 void logits_statistics(Rows rows, Matrix logits, cudaStream_t stream);
 // How few_rows runs: rows of w a tile (32 or 64), blocks a processor (1 or 2), and whether it may start while the kernel in
@@ -102,7 +99,8 @@ void few_rows(Matrix x, Matrix w, int segments, void* out, bool wide, FewRowsLau
 // out[M, N] = a[M, K] b[N, K]^T, or a[M, K] b[K, N] when transposed. K has `parts` equal parts; segment s is slice s of
 // each part, one chain; 2, 4 or 8 segments merge in a tree. A slice is a multiple of 64, N one of 8.
 void segments(Matrix a, Matrix b, bool transposed, int count, int parts, void* out, bool wide, cudaStream_t stream);
-// The same by tiles of 128 x 256; scratch: 128 x 256 values for each processor and 4 segments.
+// The same by tiles of 128 x 256; scratch: 128 x 256 values for each processor and 4 segments. Of 4 or 8 segments each has
+// a K of at least 256.
 void segments_wide(Matrix a, Matrix b, bool transposed, int count, int parts, float* scratch, int64_t scratch_size, void* out,
                    bool wide, cudaStream_t stream);
 // An algorithm of cuBLASLt by its attributes (CUBLASLT_ALGO_CONFIG_).

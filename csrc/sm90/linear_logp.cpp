@@ -22,7 +22,7 @@ int64_t up(int64_t count, int64_t multiple) { return (count + multiple - 1) / mu
 // The rows that take part ("slots"), as the memory of both operators holds them:
 //   ints  [64 + T]: the number of rows that take part, zeros (counters of launches); slot of each row or -1
 //   longs [2, T]:   row of each slot; its target
-//   reals [10, T]:  8 values a slot that its gradient needs (row_table); temperature; z of the target
+//   reals [10, T]:  8 values a slot for gradients of logits made again (row_table); temperature; z of the target
 struct Slots {
   int64_t tokens;
   int *active, *place;
@@ -53,13 +53,6 @@ struct Slots {
     return rows;
   }
 };
-
-void set_leaves(Rows& rows, const Tensor& stats, int64_t tokens) {
-  rows.leaves = static_cast<int>(stats.size(2));
-  rows.leaf_max = floats(stats, "stats");
-  rows.leaf_sum = rows.leaf_max + tokens * rows.leaves;
-  rows.leaf_mean = rows.leaf_sum + tokens * rows.leaves;
-}
 
 Matrix first_rows(Matrix matrix, int64_t first, int64_t count) {
   matrix.data = static_cast<char*>(matrix.data) + first * matrix.stride * 2;
@@ -111,7 +104,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(
   Tensor stats = new_tensor(hidden, real, {3, tokens, leaves});
   Tensor kept = new_tensor(hidden, half, {keep ? tokens : 0, keep ? up(columns, 8) : 0});
   Rows rows = slots.rows(start, columns);
-  set_leaves(rows, stats, tokens);
+  leaves_of(rows, stats, tokens);
   head.rows = columns;
   Matrix values{};
   if (keep) values = {kept.data_ptr(), tokens, columns, up(columns, 8)};
@@ -175,31 +168,10 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
   Tensor counters = new_tensor(picked, aoti_torch_dtype_int32(), {chunks * (4 + orders)});
   int* counter = data<int>(counters, "counters", ScalarType::Int);
 
-  RowTable table;
-  table.tokens = tokens;
-  table.start = start;
-  table.targets = slots.targets;
-  table.temperatures = slots.temperatures;
-  const float* results = floats(out, "out");
-  table.entropy = results + 2 * tokens;
-  table.max = results + 3 * tokens;
-  table.log_sum = results + 4 * tokens;
-  const Maybe* grads[3] = {&grad_logp, &grad_lse, &grad_entropy};
-  for (int i = 0; i < 3; ++i) {
-    if (!grads[i]->has_value()) continue;
-    const Tensor& grad = **grads[i];
-    expect(grad, "upstream gradient", ScalarType::Float);
-    STD_TORCH_CHECK(grad.dim() == 1 && grad.size(0) == tokens, "an upstream gradient must have one value a row");
-    table.grad[i] = static_cast<const float*>(grad.data_ptr());
-    table.grad_stride[i] = tokens > 1 ? grad.stride(0) : 0;
-  }
-  table.order = slots.order;
-  table.active = slots.active;
-  table.table = slots.table;
-  table.zeros = counter;
-  table.zero_count = counters.numel();
-  row_table(table, stream);
-
+  Upstream upstream = upstream_of(out, grad_logp, grad_lse, grad_entropy);
+  upstream.order = slots.order;
+  upstream.zeros = counter;
+  upstream.zero_count = counters.numel();
   Rows rows = slots.rows(start, columns);
   Matrix dlogits{};
   Tensor buffer;
@@ -207,10 +179,11 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
     STD_TORCH_CHECK(stats.has_value() && stats->dim() == 3 && stats->size(1) == tokens &&
                         kept->size(0) == tokens && kept->size(1) == up(columns, 8),
                     "kept logits need [3, T, L] statistics, and must be [T, columns rounded up to 8]");
-    set_leaves(rows, *stats, tokens);
+    leaves_of(rows, *stats, tokens);
     dlogits = {data<void>(*kept, "kept", ScalarType::BFloat16), tokens, columns, up(columns, 8)};
-    gradient_in_place(rows, dlogits, stream);
+    gradient_in_place(rows, upstream, dlogits, stream);
   } else {
+    row_table(rows, upstream, tokens, slots.table, stream);
     buffer = new_tensor(picked, half, {tokens * up(std::min({step, columns, segment_columns}), 8)});
   }
 
@@ -275,17 +248,18 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
   return rounded;
 }
 
-// Terms [6, T] of the clipped policy-gradient loss (TokenTerms) of out [5, T], and the gradients by logp and, with
-// entropy_weight, by entropy [1 or 2, T]. normalizer: one fp32 value on the GPU, else `scale` divides.
-std::tuple<Tensor, Tensor> token_loss_op(Tensor out, Tensor targets, int64_t ignore, Tensor old_logp, Tensor advantages,
-                                         Maybe mask, Maybe normalizer, double scale, double low, double high,
-                                         double entropy_weight) {
+// Of the clipped policy-gradient loss of out [5, T]: losses [T], the gradients of their sum by logp and, with entropy_weight,
+// by entropy [1 or 2, T], and sums of metrics in the first row of [1 + blocks, 5] (TokenTerms). normalizer: one fp32 value
+// on the GPU, else `scale` divides. ints: of the forward operator.
+std::tuple<Tensor, Tensor, Tensor> token_loss_op(Tensor out, Tensor ints, Tensor targets, int64_t ignore, Tensor old_logp,
+                                                 Tensor advantages, Maybe mask, Maybe normalizer, double scale, double low,
+                                                 double high, double entropy_weight) {
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   STD_TORCH_CHECK(out.dim() == 2 && out.size(0) == 5, "out must be [5, T]");
   const int64_t tokens = out.size(1);
-  STD_TORCH_CHECK(targets.numel() == tokens && old_logp.numel() == tokens && advantages.numel() == tokens &&
+  STD_TORCH_CHECK(tokens > 0 && ints.numel() == kCounters + tokens && targets.numel() == tokens && old_logp.numel() == tokens && advantages.numel() == tokens &&
                       (!mask.has_value() || mask->numel() == tokens),
-                  "targets, old_logp, advantages and mask must have one value a row");
+                  "ints, targets, old_logp, advantages and mask must have one value a row, and there must be rows");
   STD_TORCH_CHECK(!normalizer.has_value() || normalizer->numel() == 1, "normalizer must be one value");
   TokenLosses task;
   task.loss.low = static_cast<float>(low);
@@ -302,13 +276,17 @@ std::tuple<Tensor, Tensor> token_loss_op(Tensor out, Tensor targets, int64_t ign
   task.advantages = floats(advantages, "advantages");
   task.mask = floats(mask, "mask");
   task.normalizer = floats(normalizer, "normalizer");
-  Tensor terms = new_tensor(out, aoti_torch_dtype_float32(), {6, tokens});
-  Tensor grads = new_tensor(out, aoti_torch_dtype_float32(), {task.loss.with_entropy ? 2 : 1, tokens});
-  task.terms = floats(terms, "terms");
+  const int32_t real = aoti_torch_dtype_float32();
+  Tensor losses = new_tensor(out, real, {tokens});
+  Tensor grads = new_tensor(out, real, {task.loss.with_entropy ? 2 : 1, tokens});
+  Tensor metrics = new_tensor(out, real, {1 + up(tokens, kTokenThreads) / kTokenThreads, kTokenMetrics});
+  task.losses = floats(losses, "losses");
+  task.metrics = floats(metrics, "metrics");
+  task.counter = data<int>(ints, "ints", ScalarType::Int) + 2;  // the forward operator has used the first two
   task.by_logp = floats(grads, "grads");
   task.by_entropy = task.loss.with_entropy ? task.by_logp + tokens : nullptr;
   token_losses(task, stream_of(out));
-  return {terms, grads};
+  return {losses, grads, metrics};
 }
 
 void scale_op(Tensor x, Tensor factor) {
@@ -330,8 +308,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
       " int start, int columns, int segments, int segment_columns, bool tempered, bool need_hidden, bool by_row,"
       " Tensor(c!)? dw, int workspace) -> Tensor");
   m.def(
-      "sm90_token_loss(Tensor out, Tensor targets, int ignore, Tensor old_logp, Tensor advantages, Tensor? mask,"
-      " Tensor? normalizer, float scale, float low, float high, float entropy_weight) -> (Tensor, Tensor)");
+      "sm90_token_loss(Tensor out, Tensor(a!) ints, Tensor targets, int ignore, Tensor old_logp, Tensor advantages,"
+      " Tensor? mask, Tensor? normalizer, float scale, float low, float high, float entropy_weight)"
+      " -> (Tensor, Tensor, Tensor)");
   m.def("sm90_scale_(Tensor(a!) x, Tensor factor) -> ()");
 }
 

@@ -207,24 +207,32 @@ __global__ void finish_kernel(float* nodes, int slots, const int* merges, int co
   results<false>(node(count > 0 ? slots + count - 1 : root), m[row], target_logit[row], out, tokens, row);
 }
 
-__global__ void __launch_bounds__(128) row_table_kernel(RowTable task) {
-  await_previous();
-  let_next_start();
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  for (int64_t i = row; i < task.zero_count; i += static_cast<int64_t>(gridDim.x) * blockDim.x) task.zeros[i] = 0;
-  if (row >= active_of(task.active, task.skipped, task.tokens)) return;
-  const int64_t from = task.order == nullptr ? row : task.order[row];
-  const float temperature = task.temperatures == nullptr ? 1.0f : task.temperatures[row];
+__device__ __forceinline__ RowGrad row_grad(const Rows& rows, const Upstream& upstream, int64_t slot) {
+  const float temperature = temperature_of(rows, slot);
+  const int64_t row = upstream.order[slot];
   float g[3];
 #pragma unroll
-  for (int i = 0; i < 3; ++i) g[i] = task.grad[i] == nullptr ? 0.0f : task.grad[i][from * task.grad_stride[i]];
+  for (int i = 0; i < 3; ++i) g[i] = upstream.grad[i] == nullptr ? 0.0f : upstream.grad[i][row * upstream.grad_stride[i]];
   const float logp = __fdiv_rn(g[0], temperature), lse = __fdiv_rn(g[1], temperature);
-  const int64_t hit = task.targets[row] - task.start;
-  const int column = hit >= 0 && hit < INT_MAX ? static_cast<int>(hit) : -1;
-  reinterpret_cast<float4*>(task.table)[row * 2] =
-      make_float4(task.max[from], task.log_sum[from], task.entropy[from], logp);
-  reinterpret_cast<float4*>(task.table)[row * 2 + 1] =
-      make_float4(__fsub_rn(lse, logp), __fdiv_rn(g[2], temperature), __int_as_float(column), 0.0f);
+  return {upstream.max[row], upstream.log_sum[row], upstream.entropy[row], logp, __fsub_rn(lse, logp), __fdiv_rn(g[2], temperature)};
+}
+
+__device__ __forceinline__ void set_zeros(const Upstream& upstream) {
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < upstream.zero_count; i += threads) {
+    upstream.zeros[i] = 0;
+  }
+}
+
+__global__ void __launch_bounds__(128) row_table_kernel(Rows rows, Upstream upstream, int64_t tokens, float* table) {
+  await_previous();
+  let_next_start();
+  set_zeros(upstream);
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (slot >= active_of(rows.active, rows.skipped, tokens)) return;
+  const RowGrad grad = row_grad(rows, upstream, slot);
+  reinterpret_cast<float4*>(table)[slot * 2] = make_float4(grad.max, grad.log_sum, grad.entropy, grad.logp);
+  reinterpret_cast<float4*>(table)[slot * 2 + 1] = make_float4(grad.weight, grad.ent, 0.0f, 0.0f);
 }
 
 constexpr int kRowsPerThread = 4, kChunksPerThread = 2, kColumnsPerBlock = 2048 * kChunksPerThread;
@@ -232,9 +240,12 @@ constexpr int kRowsPerThread = 4, kChunksPerThread = 2, kColumnsPerBlock = 2048 
 // Rows from the last active one on become zero up to a whole tile of k of the product over tokens. From the last columns to
 // the first: the product in front wrote the last ones last, they are still in the L2; the next one reads the first ones first.
 __global__ void __launch_bounds__(256) gradient_kernel(
-    Rows rows, __nv_bfloat16* data, int64_t tokens, int stride, unsigned row_blocks, unsigned across) {
+    Rows rows, Upstream upstream, __nv_bfloat16* data, int64_t tokens, int stride, unsigned row_blocks, unsigned across) {
+  __shared__ RowGrad grads[kRowsPerThread];
+  __shared__ int targets[kRowsPerThread];
   await_previous();
   let_next_start();
+  set_zeros(upstream);
   const int64_t active = active_of(rows.active, rows.skipped, tokens);
   const int64_t first = static_cast<int64_t>(blockIdx.x % row_blocks) * kRowsPerThread, end = (active + 63) / 64 * 64;
   if (first >= end) return;
@@ -251,6 +262,12 @@ __global__ void __launch_bounds__(256) gradient_kernel(
       }
     }
   }
+  if (threadIdx.x < kRowsPerThread && first + threadIdx.x < active) {  // while those loads are under way
+    const int64_t hit = rows.targets[first + threadIdx.x] - rows.start;
+    targets[threadIdx.x] = hit >= 0 && hit < INT_MAX ? static_cast<int>(hit) : -1;
+    grads[threadIdx.x] = row_grad(rows, upstream, first + threadIdx.x);
+  }
+  __syncthreads();
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     const int64_t row = first + r;
@@ -258,8 +275,8 @@ __global__ void __launch_bounds__(256) gradient_kernel(
     RowGrad grad{};
     int target = -1;
     if (row < active) {
-      grad = load_row_grad(rows.table, row);
-      target = __float_as_int(__ldg(rows.table + row * 8 + 6));
+      grad = grads[r];
+      target = targets[r];
     }
 #pragma unroll
     for (int c = 0; c < kChunksPerThread; ++c) {
@@ -457,11 +474,14 @@ __global__ void __launch_bounds__(256) scale_kernel(__nv_bfloat16* x, const floa
   }
 }
 
-__global__ void __launch_bounds__(128) token_losses_kernel(TokenLosses task) {
-  await_previous();
-  let_next_start();
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * 128 + threadIdx.x;
-  if (row >= task.tokens) return;
+__device__ __forceinline__ float sum_of_lanes(float x) {
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(~0u, x, i);
+  return x;
+}
+
+// The loss of a token and its gradients; what is to be added to the sums of the metrics.
+__device__ __forceinline__ void token_loss(const TokenLosses& task, int64_t row, float (&metrics)[kTokenMetrics]) {
   TokenLoss loss = task.loss;
   if (task.normalizer != nullptr) loss.by = *task.normalizer;
   const bool ignored = task.targets[row] == task.ignore;  // what stands beside an ignored token may be NaN
@@ -469,11 +489,52 @@ __global__ void __launch_bounds__(128) token_losses_kernel(TokenLosses task) {
   const float weight = ignored ? 0.0f : task.mask == nullptr ? 1.0f : task.mask[row];
   const TokenTerms terms = token_terms(loss, difference, expf(difference), task.entropy[row],
                                        ignored ? 0.0f : task.advantages[row], weight, ignored);
-  const float values[6] = {terms.loss, terms.weight, terms.clipped, terms.ratio, terms.kl, terms.entropy};
+  const float values[kTokenMetrics] = {terms.weight, terms.clipped, terms.ratio, terms.kl, terms.entropy};
 #pragma unroll
-  for (int i = 0; i < 6; ++i) task.terms[i * task.tokens + row] = values[i];
+  for (int i = 0; i < kTokenMetrics; ++i) metrics[i] = values[i];
+  task.losses[row] = terms.loss;
   task.by_logp[row] = terms.by_logp;
   if (task.by_entropy != nullptr) task.by_entropy[row] = terms.by_entropy;
+}
+
+// The block that ends last adds the sums of the blocks, in an order that does not depend on which block that is.
+__global__ void __launch_bounds__(kTokenThreads) token_losses_kernel(TokenLosses task) {
+  constexpr int kTokenWarps = kTokenThreads / 32;
+  __shared__ float sums[kTokenMetrics][kTokenWarps];
+  __shared__ bool last;
+  await_previous();
+  let_next_start();
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float metrics[kTokenMetrics] = {};
+  if (row < task.tokens) token_loss(task, row, metrics);
+#pragma unroll
+  for (int i = 0; i < kTokenMetrics; ++i) {
+    const float sum = sum_of_lanes(metrics[i]);
+    if (lane == 0) sums[i][warp] = sum;
+  }
+  __syncthreads();
+  float* parts = task.metrics + kTokenMetrics;
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < kTokenMetrics; ++i) {
+      float sum = 0.0f;
+      for (int k = 0; k < kTokenWarps; ++k) sum += sums[i][k];
+      __stcg(parts + static_cast<int64_t>(blockIdx.x) * kTokenMetrics + i, sum);
+    }
+    __threadfence();
+    last = atomicAdd(task.counter, 1) == static_cast<int>(gridDim.x) - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!last) return;
+  for (int i = warp; i < kTokenMetrics; i += kTokenWarps) {
+    float sum = 0.0f;
+    for (unsigned block = lane; block < gridDim.x; block += 32) sum += __ldcg(parts + static_cast<int64_t>(block) * kTokenMetrics + i);
+    sum = sum_of_lanes(sum);
+    if (lane == 0) task.metrics[i] = sum;
+  }
+  if (threadIdx.x == 0) *task.counter = 0;
 }
 
 unsigned blocks(int64_t count, int64_t each) { return static_cast<unsigned>((count + each - 1) / each); }
@@ -493,9 +554,9 @@ void prepare(Prepare task, cudaStream_t stream) {
                    static_cast<int>(each), static_cast<unsigned>(task.hidden.cols / 8));
 }
 
-void row_table(RowTable task, cudaStream_t stream) {
-  if (task.tokens == 0) return;
-  launch_dependent("gradients of rows", row_table_kernel, blocks(task.tokens, 128), 128, stream, task);
+void row_table(Rows rows, Upstream upstream, int64_t tokens, float* table, cudaStream_t stream) {
+  if (tokens == 0) return;
+  launch_dependent("gradients of rows", row_table_kernel, blocks(tokens, 128), 128, stream, rows, upstream, tokens, table);
 }
 
 void place_rows(const float* values, const int* place, Matrix out, cudaStream_t stream) {
@@ -526,10 +587,10 @@ void finish(float* nodes, int slots, const int* merges, int count, int root, con
   check_launch("root of the vocabulary tree");
 }
 
-void gradient_in_place(Rows rows, Matrix kept, cudaStream_t stream) {
+void gradient_in_place(Rows rows, Upstream upstream, Matrix kept, cudaStream_t stream) {
   if (kept.rows == 0 || kept.stride == 0) return;
   const unsigned across = blocks(kept.stride, kColumnsPerBlock), row_blocks = blocks(kept.rows, kRowsPerThread);
-  launch_dependent("gradient of kept logits", gradient_kernel, across * row_blocks, 256, stream, rows,
+  launch_dependent("gradient of kept logits", gradient_kernel, across * row_blocks, 256, stream, rows, upstream,
                    static_cast<__nv_bfloat16*>(kept.data), kept.rows, static_cast<int>(kept.stride), row_blocks, across);
 }
 
@@ -549,7 +610,7 @@ void scale(void* x, const float* factor, int64_t count, cudaStream_t stream) {
 
 void token_losses(TokenLosses task, cudaStream_t stream) {
   if (task.tokens == 0) return;
-  launch_dependent("losses of tokens", token_losses_kernel, blocks(task.tokens, 128), 128, stream, task);
+  launch_dependent("losses of tokens", token_losses_kernel, blocks(task.tokens, kTokenThreads), kTokenThreads, stream, task);
 }
 
 void elementwise(const float* x, float* y, int64_t count, bool logarithm, cudaStream_t stream) {

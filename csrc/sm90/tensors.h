@@ -76,9 +76,25 @@ inline void active_of(Rows& rows, const Maybe& active, int64_t skipped) {
   rows.skipped = static_cast<int>(skipped);
 }
 
-inline void table_of(Rows& rows, const Tensor& table, int64_t tokens) {
-  STD_TORCH_CHECK(table.numel() >= 8 * tokens, "table must be [T, 8]");
-  rows.table = floats(table, "table");
+// out: [5, T] (logp, lse, entropy, m, log l)
+inline Upstream upstream_of(const Tensor& out, const Maybe& logp, const Maybe& lse, const Maybe& entropy) {
+  STD_TORCH_CHECK(out.dim() == 2 && out.size(0) == 5, "out must be [5, T]");
+  const int64_t rows = out.size(1);
+  const float* results = floats(out, "out");
+  Upstream upstream;
+  upstream.entropy = results + 2 * rows;
+  upstream.max = results + 3 * rows;
+  upstream.log_sum = results + 4 * rows;
+  const Maybe* grads[3] = {&logp, &lse, &entropy};
+  for (int i = 0; i < 3; ++i) {
+    if (!grads[i]->has_value()) continue;
+    const Tensor& grad = **grads[i];
+    expect(grad, "upstream gradient", ScalarType::Float);
+    STD_TORCH_CHECK(grad.dim() == 1 && grad.size(0) == rows, "an upstream gradient must have one value a row");
+    upstream.grad[i] = static_cast<const float*>(grad.data_ptr());
+    upstream.grad_stride[i] = rows > 1 ? grad.stride(0) : 0;
+  }
+  return upstream;
 }
 
 // Uninitialised contiguous memory beside `like`.

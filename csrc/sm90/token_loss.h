@@ -23,7 +23,7 @@ struct TokenLoss {
 };
 
 struct TokenTerms {
-  float loss, weight, clipped, ratio, kl, entropy;  // what is summed; the sum of `loss` is to be negated
+  float loss, weight, clipped, ratio, kl, entropy;  // what is summed
   float by_logp, by_entropy;                        // gradients of the loss
 };
 
@@ -59,7 +59,7 @@ RLK_BOTH TokenTerms token_terms(const TokenLoss& loss, float difference, float r
   float objective = plain != plain ? plain : clipped != clipped ? clipped : fminf(plain, clipped);
   if (loss.with_entropy) objective = sum(objective, product(entropy, loss.entropy_weight));
   TokenTerms t;
-  t.loss = normalized(product(weight, objective), loss);
+  t.loss = normalized(product(weight, -objective), loss);
   t.weight = weight;
   t.clipped = product(weight, clipped < plain ? 1.0f : 0.0f);
   t.ratio = product(weight, ratio);
@@ -75,6 +75,9 @@ RLK_BOTH TokenTerms token_terms(const TokenLoss& loss, float difference, float r
   return t;
 }
 
+constexpr int kTokenThreads = 128;  // tokens of a block
+constexpr int kTokenMetrics = 5;    // weight, clipped, ratio, kl, entropy
+
 struct TokenLosses {
   TokenLoss loss;
   int64_t tokens = 0, ignore = 0;
@@ -82,7 +85,9 @@ struct TokenLosses {
   const float *logp = nullptr, *entropy = nullptr, *old_logp = nullptr, *advantages = nullptr;
   const float* mask = nullptr;        // null: 1
   const float* normalizer = nullptr;  // one value on the GPU; null: loss.by
-  float* terms = nullptr;             // [6, T], the fields of TokenTerms that are summed
+  float* losses = nullptr;            // [T]
+  float* metrics = nullptr;           // [1 + blocks, kTokenMetrics]: sums of all tokens, then those of each block
+  int* counter = nullptr;             // zero, and zero again afterwards
   float *by_logp = nullptr, *by_entropy = nullptr;  // [T]
 };
 void token_losses(TokenLosses task, CUstream_st* stream);

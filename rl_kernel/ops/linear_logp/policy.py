@@ -99,7 +99,7 @@ def linear_policy_loss(
             "k1_kl": -(w * difference).sum(),
             "entropy": (w * entropy).sum(),
         }
-        return -(w * objective / scale).sum(), {name: value.detach() for name, value in metrics.items()}
+        return (w * -objective / scale).sum(), {name: value.detach() for name, value in metrics.items()}
 
     operands = (hidden_states, lm_head_weight)
     wanted = torch.is_grad_enabled() and all(x.requires_grad for x in operands)

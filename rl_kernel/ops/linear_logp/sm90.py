@@ -16,8 +16,8 @@ One arithmetic, two schedules; bits do not tell them apart:
 * kept (:mod:`rl_kernel.ops.linear_logp.sm90_schedules`): the forward kernel also writes e; backward turns it into d in
   place and multiplies. 6 THV operations, 2 bytes a logit of memory until backward has run. Taken when that fits
   :data:`WORKSPACE_BYTES`.
-* recompute (:func:`recomputed`): the forward kernel runs again over chunks of the vocabulary and writes d at once.
-  8 THV operations, workspace within :data:`WORKSPACE_BYTES`.
+* recompute: the forward kernel runs again over chunks of the vocabulary and writes d at once. 8 THV operations,
+  workspace within :data:`WORKSPACE_BYTES`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -86,7 +85,7 @@ class Slots:
 
     Attributes:
         ints: [64 + T] int32, longs: [2, T] int64, reals: [10, T] fp32: the memory of what the properties name, and in
-            the first eight rows of ``reals`` room for :func:`row_table`.
+            the first eight rows of ``reals`` room for what a gradient from recomputed logits needs.
         hidden: [T, H] by slot.
         tempered: whether the call has a temperature.
     """
@@ -285,38 +284,30 @@ def merge(slots: Slots, stats: torch.Tensor, out: torch.Tensor, first: int = 0) 
     torch.ops.rlk.sm90_merge(stats, slots.z_target[part], slots.active, first, slots.order[part], out)
 
 
-def row_table(
-    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+def make_gradients(
+    kept: torch.Tensor,
+    stats: torch.Tensor,
+    out: torch.Tensor,
     upstream: tuple[torch.Tensor | None, ...],
     slots: Slots,
     start: int,
     first: int = 0,
-    count: int | None = None,
-) -> torch.Tensor:
-    """What the gradient of a row needs, [count, 8] by slot.
+) -> None:
+    """Kept bf16 exp(z - m_leaf) [count, columns] of the slots from ``first`` on becomes d in place; rows after the last
+    active one become zero, as far as the product over tokens reads them.
 
     Args:
-        out: (m, log l, entropy), [T] each by row; upstream: (g_logp, g_lse, g_ent) by row, ``None`` for zero.
+        stats: [3, count, L] of :func:`slot_stats`; out: [5, T] of :func:`merge`.
+        upstream: (g_logp, g_lse, g_ent) [T] by row, ``None`` for zero.
         start: global column of the first row of the weight.
     """
-    m, log_l, entropy = out
-    part = slice(first, slots.hidden.shape[0] if count is None else min(first + count, slots.hidden.shape[0]))
-    table = torch.empty((part.stop - part.start, 8), dtype=torch.float32, device=m.device)
-    grads = (None if g is None else g.to(torch.float32) for g in upstream)
-    torch.ops.rlk.sm90_row_table(
-        slots.targets[part], None if slots.temperature is None else slots.temperature[part], start, m, log_l, entropy,
-        *grads, slots.order[part], slots.active, first, table,
-    )  # fmt: skip
-    return table
-
-
-def make_gradients(
-    kept: torch.Tensor, stats: torch.Tensor, table: torch.Tensor, active: torch.Tensor | None = None, first: int = 0
-) -> None:
-    """Kept bf16 exp(z - m_leaf) [T, columns] becomes d in place; rows after the last active one become zero, as far as
-    the product over tokens reads them."""
     if kept.numel():
-        torch.ops.rlk.sm90_gradient_(kept, stats, active, first, table)
+        part = slice(first, first + kept.shape[0])
+        temperature = None if slots.temperature is None else slots.temperature[part]
+        torch.ops.rlk.sm90_gradient_(
+            kept, stats, slots.targets[part], temperature, start, out,
+            *(None if g is None else g.to(torch.float32) for g in upstream), slots.order[part], slots.active, first,
+        )  # fmt: skip
 
 
 def rounded(values: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
@@ -334,9 +325,7 @@ def products(
     first: int = 0,
     last: int | None = None,
     dh: torch.Tensor | None = None,
-    dh_continues: bool = False,
     dw: torch.Tensor | None = None,
-    dw_accumulate: bool = False,
     dw_init: torch.Tensor | None = None,
     active: torch.Tensor | None = None,
     skipped: int = 0,
@@ -344,8 +333,7 @@ def products(
     """``dh`` [T, H] fp32 from the columns [first, last) of ``dlogits`` [T, V] and ``weight`` [V, H], and ``dw`` [V, H].
 
     Args:
-        dh_continues: add to ``dh`` instead of starting from its first block.
-        dw: bf16, or fp32 with ``dw_accumulate`` for ``dw += sum``.
+        dw: bf16 or fp32.
         dw_init: fp32 [V, H] the chain over tokens continues from (token chunks); the result equals one chain.
         active, skipped: only the first ``active[0] - skipped`` tokens take part.
     """
@@ -358,8 +346,8 @@ def products(
 
     def launch(counter: torch.Tensor, dh: torch.Tensor | None, dw: torch.Tensor | None) -> None:
         torch.ops.rlk.sm90_backward(
-            dlogits, weight, hidden, counter, first, last - first, dh, dh_continues,
-            counters[4:] if dh is not None else None, dw, dw_accumulate, dw_init, active, skipped,
+            dlogits, weight, hidden, counter, first, last - first, dh, counters[4:] if dh is not None else None, dw,
+            dw_init, active, skipped,
         )  # fmt: skip
 
     # Few tiles of dH leave processors idle at the end: tiles of dW fill them. Many do not.
@@ -368,25 +356,6 @@ def products(
         launch(counters[1:2], None, dw)
     else:
         launch(counters[:1], dh, dw)
-
-
-class _Tree:
-    """Balanced binary sum of subtrees that arrive in order."""
-
-    def __init__(self) -> None:
-        self.finished: list[tuple[int, torch.Tensor]] = []
-
-    def push(self, total: torch.Tensor) -> None:
-        size = 1
-        while self.finished and self.finished[-1][0] == size:
-            total = self.finished.pop()[1].add_(total)
-            size *= 2
-        self.finished.append((size, total))
-
-
-def _new_total(hidden: torch.Tensor, empty: bool) -> torch.Tensor:
-    make = torch.zeros if empty else torch.empty
-    return make(hidden.shape, dtype=torch.float32, device=hidden.device)
 
 
 def new_weight_gradient(weight: torch.Tensor, columns: int) -> torch.Tensor:
@@ -403,30 +372,26 @@ def both_products(
     dlogits: torch.Tensor,
     segments: list[tuple[int, int]],
     dw: torch.Tensor | None,
-    dw_init: torch.Tensor | None = None,
-    dw_accumulate: bool = False,
-    active: torch.Tensor | None = None,
-    skipped: int = 0,
-) -> torch.Tensor | None:
-    """fp32 subtree of dH over ``segments`` (None without any), and ``dw`` unless it is ``None`` (:func:`products`)."""
-    common: dict[str, Any] = {"dw_init": dw_init, "dw_accumulate": dw_accumulate, "active": active, "skipped": skipped}
-    tree = _Tree()
+    dw_init: torch.Tensor | None,
+    active: torch.Tensor,
+    skipped: int,
+) -> torch.Tensor:
+    """fp32 subtree of dH over ``segments``, and ``dw`` (see :func:`products`)."""
+    finished: list[tuple[int, torch.Tensor]] = []  # subtrees waiting for their right neighbour, with their sizes
     for begin, end in segments:
-        empty = end <= begin or not hidden.shape[0]
-        total = _new_total(hidden, empty)
-        if not empty:  # the first launch makes dW too
-            products(dlogits, weight, hidden, first=begin, last=end, dh=total, dw=dw, **common)
+        make = torch.empty if end > begin else torch.zeros
+        total, size = make(hidden.shape, dtype=torch.float32, device=hidden.device), 1
+        if end > begin:  # the first launch makes dW too
+            products(
+                dlogits, weight, hidden, first=begin, last=end, dh=total, dw=dw, dw_init=dw_init, active=active,
+                skipped=skipped,
+            )  # fmt: skip
             dw = None
-        tree.push(total)
-    if dw is not None:
-        products(dlogits, weight, hidden, dw=dw, **common)
-    return tree.finished[0][1] if segments else None
-
-
-def _chunk_columns(tokens: int, width: int) -> int:
-    """Columns of one chunk of the recompute schedule: whole blocks of the contract within the workspace."""
-    left = WORKSPACE_BYTES - 4 * tokens * width
-    return max(1, left // (2 * max(tokens, 1)) // VOCAB_BLOCK) * VOCAB_BLOCK
+        while finished and finished[-1][0] == size:
+            total = finished.pop()[1].add_(total)
+            size *= 2
+        finished.append((size, total))
+    return finished[0][1]
 
 
 def backward(
@@ -443,60 +408,22 @@ def backward(
     """The recompute schedule: fp32 subtree of dH over ``segments``, and dW in the dtype of ``weight``.
 
     Args:
+        targets: [T] int64 local columns, -1 where another rank owns the target.
         state: (m, log l, entropy) [3, T] of the forward pass; grads: upstream (g_logp, g_lse, g_ent) [3, T].
-        segments: ranges of columns that are not padding, a power of two of them.
+        segments: ranges of columns that are not padding, a power of two of them: equal ones, the last cut off or empty.
     """
-    hidden, targets = matrix(hidden, "hidden_states"), targets.contiguous()
-    table = torch.empty((hidden.shape[0], 8), dtype=torch.float32, device=hidden.device)
-    torch.ops.rlk.sm90_row_table(targets, temperature, 0, *state, *grads, None, None, 0, table)
     columns = max((end for _, end in segments), default=0) if hidden.shape[0] else 0
     dw = new_weight_gradient(weight, columns) if need_weight else None
-    return recomputed(hidden, weight, temperature, targets, 0, table, segments, dw, need_hidden=need_hidden), dw
-
-
-def recomputed(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    temperature: torch.Tensor | None,
-    targets: torch.Tensor,
-    start: int,
-    table: torch.Tensor,
-    segments: list[tuple[int, int]],
-    dw: torch.Tensor | None,
-    *,
-    dw_accumulate: bool = False,
-    active: torch.Tensor | None = None,
-    need_hidden: bool = True,
-) -> torch.Tensor | None:
-    """fp32 subtree of dH over ``segments`` from logits made again, a chunk of the vocabulary at a time; fills ``dw``.
-
-    Args:
-        start: what to subtract from ``targets`` to have columns of ``weight``; table: of :func:`row_table`.
-    """
-    tokens, width = hidden.shape
-    rows = matrix(weight, "lm_head_weight")
-    step = _chunk_columns(tokens, width)
-    widest = max((min(step, end - begin) for begin, end in segments), default=0)
-    buffer = torch.empty(tokens * kept_columns(max(widest, 0)), dtype=torch.bfloat16, device=hidden.device)
-    tree = _Tree()
-    for begin, end in segments:
-        empty = end <= begin or not tokens
-        total = _new_total(hidden, empty) if need_hidden else None
-        for first in range(begin, end, step) if not empty else []:
-            last = min(first + step, end)
-            stride = kept_columns(last - first)
-            dlogits = buffer[: tokens * stride].view(tokens, stride)[:, : last - first]
-            torch.ops.rlk.sm90_recompute(
-                hidden, rows[first:last], targets, temperature, start + first, last - first, active,
-                _ints(1, hidden.device), table, dlogits,
-            )  # fmt: skip
-            products(
-                dlogits, rows[first:last], hidden, dh=total, dh_continues=first > begin,
-                dw=None if dw is None else dw[first:last], dw_accumulate=dw_accumulate, active=active,
-            )  # fmt: skip
-        if total is not None:
-            tree.push(total)
-    return tree.finished[0][1] if need_hidden else None
+    if not columns:
+        return torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if need_hidden else None, dw
+    m, log_l, entropy = state
+    out = torch.stack((m, m, entropy, m, log_l))  # nothing reads the first two
+    slots = select(hidden, targets, temperature, -2, out)  # all of them
+    # Neighbours are whole where there is a second one.
+    size = segments[0][1] if columns > segments[0][1] else -(-columns // VOCAB_LEAF) * VOCAB_LEAF
+    cut = (len(segments), size) if need_hidden and len(segments) > 1 else (1, columns)
+    dh = gradients(weight, slots, None, None, out, tuple(grads), 0, columns, cut, need_hidden, False, dw)
+    return dh if need_hidden else None, dw
 
 
 def operator():

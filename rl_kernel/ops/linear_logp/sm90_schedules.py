@@ -262,7 +262,8 @@ TokenLoss = Callable[[slice | torch.Tensor, torch.Tensor, torch.Tensor], tuple[t
 class ClippedLoss:
     """The loss of :func:`~rl_kernel.ops.linear_logp.policy.linear_policy_loss` and its gradients in one kernel.
 
-    The same operations as the torch code there, in the same order: neither the loss nor a gradient differs in a bit.
+    The same operations as the torch code there, in the same order, and torch's own sum of the losses: neither the loss
+    nor a gradient differs in a bit. The metrics are sums in another order, the same one in every run.
     """
 
     old_logp: torch.Tensor  # [T] fp32
@@ -297,17 +298,17 @@ class ClippedLoss:
         return ClippedLoss(old_logp, advantages, mask, None, float(scale), clip, entropy_weight)
 
     def __call__(
-        self, out: torch.Tensor, call: Call, result: dict[str, torch.Tensor]
+        self, out: torch.Tensor, slots: sm90.Slots, call: Call, result: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """What :func:`_loss_gradients` returns for all rows of ``out`` [5, T]."""
         mask = None if self.mask is None else self.mask.contiguous()
         normalizer = self.normalizer() if callable(self.normalizer) else self.normalizer
-        terms, grads = torch.ops.rlk.sm90_token_loss.default(
-            out, call.targets.contiguous(), call.ignore_index, self.old_logp.contiguous(), self.advantages.contiguous(),
-            mask, normalizer, self.scale, *self.clip, self.entropy_weight,
+        losses, grads, metrics = torch.ops.rlk.sm90_token_loss.default(
+            out, slots.ints, call.targets.contiguous(), call.ignore_index, self.old_logp.contiguous(),
+            self.advantages.contiguous(), mask, normalizer, self.scale, *self.clip, self.entropy_weight,
         )  # fmt: skip
-        result.update(zip(("tokens", "clipped", "ratio", "k1_kl", "entropy"), terms[1:].sum(1).unbind(), strict=True))
-        return -terms[0].sum(), grads[0], grads[1] if self.entropy_weight else None
+        result.update(zip(("tokens", "clipped", "ratio", "k1_kl", "entropy"), metrics[0].unbind(), strict=True))
+        return losses.sum(), grads[0], grads[1] if self.entropy_weight else None
 
 
 def _chunk_rows(call: Call, tokens: int, width: int) -> int:
@@ -358,7 +359,7 @@ def _fused(
     step = _chunk_rows(call, tokens, width)
     if step >= tokens:
         out, slots, stats, whole = call.forward_all(hidden, weight, True)
-        grads = once(out, call, result) if once is not None else _loss_gradients(out, slice(None), loss, result)
+        grads = once(out, slots, call, result) if once is not None else _loss_gradients(out, slice(None), loss, result)
         dw = sm90.new_weight_gradient(weight, columns)
         by_hidden = call.gradients(weight, slots, whole, stats, out, (grads[1], None, grads[2]), True, dw)
         assert by_hidden is not None  # asked for
@@ -376,15 +377,12 @@ def _fused(
         stats = call.forward(slots, matrix, out, first, step, kept)
         partial, *grad = _loss_gradients(out, slots.order[first:last], loss, result)
         value = value + partial
-        table = sm90.row_table((out[3], out[4], out[2]), (grad[0], None, grad[1]), slots, call.start, first, step)
-        sm90.make_gradients(kept, stats, table, slots.active, first)
+        sm90.make_gradients(kept, stats, out, (grad[0], None, grad[1]), slots, call.start, first)
         # The chain of dW over tokens goes on in fp32 until the last chunk.
         target, init = dw[:columns] if last == tokens else carry, carry if first else None
         part = sm90.both_products(
-            slots.hidden[first:last], matrix, kept, call.local_segments(), target, init,
-            active=slots.active, skipped=first,
-        )  # fmt: skip
-        assert part is not None  # dH is always asked for here
+            slots.hidden[first:last], matrix, kept, call.local_segments(), target, init, slots.active, first
+        )
         partials.append(part)
     return _Loss(value, out[0], call.finish_hidden(torch.cat(partials), slots), dw)
 
