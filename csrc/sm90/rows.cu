@@ -236,12 +236,14 @@ __global__ void __launch_bounds__(128) row_table_kernel(Rows rows, Upstream upst
 }
 
 constexpr int kRowsPerThread = 4, kChunksPerThread = 2, kColumnsPerBlock = 2048 * kChunksPerThread;
+static_assert(kColumnsPerBlock == 32 * kLeaf, "a lane for each leaf of a block");
 
 // Rows from the last active one on become zero up to a whole tile of k of the product over tokens. From the last columns to
 // the first: the product in front wrote the last ones last, they are still in the L2; the next one reads the first ones first.
 __global__ void __launch_bounds__(256) gradient_kernel(
     Rows rows, Upstream upstream, __nv_bfloat16* data, int64_t tokens, int stride, unsigned row_blocks, unsigned across) {
   __shared__ RowGrad grads[kRowsPerThread];
+  __shared__ LeafGrad leaves[kRowsPerThread][32];
   __shared__ int targets[kRowsPerThread];
   await_previous();
   let_next_start();
@@ -249,7 +251,8 @@ __global__ void __launch_bounds__(256) gradient_kernel(
   const int64_t active = active_of(rows.active, rows.skipped, tokens);
   const int64_t first = static_cast<int64_t>(blockIdx.x % row_blocks) * kRowsPerThread, end = (active + 63) / 64 * 64;
   if (first >= end) return;
-  const int begin = static_cast<int>(across - 1 - blockIdx.x / row_blocks) * kColumnsPerBlock + static_cast<int>(threadIdx.x) * 8;
+  const int block_begin = static_cast<int>(across - 1 - blockIdx.x / row_blocks) * kColumnsPerBlock;
+  const int begin = block_begin + static_cast<int>(threadIdx.x) * 8;
   uint4 packed[kChunksPerThread][kRowsPerThread];
 #pragma unroll
   for (int c = 0; c < kChunksPerThread; ++c) {
@@ -262,10 +265,17 @@ __global__ void __launch_bounds__(256) gradient_kernel(
       }
     }
   }
-  if (threadIdx.x < kRowsPerThread && first + threadIdx.x < active) {  // while those loads are under way
-    const int64_t hit = rows.targets[first + threadIdx.x] - rows.start;
-    targets[threadIdx.x] = hit >= 0 && hit < INT_MAX ? static_cast<int>(hit) : -1;
-    grads[threadIdx.x] = row_grad(rows, upstream, first + threadIdx.x);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (warp < kRowsPerThread && first + warp < active) {  // a warp a row, while those loads are under way
+    const int leaf = block_begin / kLeaf + lane;
+    const float leaf_max = leaf < rows.leaves ? rows.leaf_max[(first + warp) * rows.leaves + leaf] : 0.0f;
+    const int64_t hit = rows.targets[first + warp] - rows.start;
+    const RowGrad grad = row_grad(rows, upstream, first + warp);
+    leaves[warp][lane] = LeafGrad::of(leaf_max, grad);
+    if (lane == 0) {
+      targets[warp] = hit >= 0 && hit < INT_MAX ? static_cast<int>(hit) : -1;
+      grads[warp] = grad;
+    }
   }
   __syncthreads();
 #pragma unroll
@@ -283,8 +293,7 @@ __global__ void __launch_bounds__(256) gradient_kernel(
       const int column = begin + c * 2048;
       if (column >= stride) break;
       if (row < active) {
-        const LeafGrad gradient = LeafGrad::of(__ldg(rows.leaf_max + row * rows.leaves + column / kLeaf), grad);
-        gradients_of_chunk(packed[c][r], target - column, gradient, grad);
+        gradients_of_chunk(packed[c][r], target - column, leaves[r][(column - block_begin) / kLeaf], grad);
       }
       *reinterpret_cast<uint4*>(data + row * stride + column) = packed[c][r];
     }
