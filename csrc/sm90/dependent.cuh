@@ -13,12 +13,19 @@ __device__ __forceinline__ void await_previous() { asm volatile("griddepcontrol.
 // Lets the next kernel take room on the processors once all blocks have said so; it then waits itself.
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+inline unsigned blocks(int64_t count, int64_t each) { return static_cast<unsigned>((count + each - 1) / each); }
+
+struct Grid {
+  unsigned blocks, threads, shared = 0;  // bytes of dynamic shared memory
+};
+
 template <typename... Parameters, typename... Arguments>
-void launch_dependent(const char* what, void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
-                      cudaStream_t stream, Arguments&&... arguments) {
+void launch_dependent(const char* what, void (*kernel)(Parameters...), Grid grid, cudaStream_t stream,
+                      Arguments&&... arguments) {
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(threads);
+  config.gridDim = dim3(grid.blocks);
+  config.blockDim = dim3(grid.threads);
+  config.dynamicSmemBytes = grid.shared;
   config.stream = stream;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

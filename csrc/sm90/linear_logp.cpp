@@ -257,7 +257,8 @@ std::tuple<Tensor, Tensor, Tensor> token_loss_op(Tensor out, Tensor ints, Tensor
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   STD_TORCH_CHECK(out.dim() == 2 && out.size(0) == 5, "out must be [5, T]");
   const int64_t tokens = out.size(1);
-  STD_TORCH_CHECK(tokens > 0 && ints.numel() == kCounters + tokens && targets.numel() == tokens && old_logp.numel() == tokens && advantages.numel() == tokens &&
+  STD_TORCH_CHECK(tokens > 0 && ints.numel() == kCounters + tokens && targets.numel() == tokens &&
+                      old_logp.numel() == tokens && advantages.numel() == tokens &&
                       (!mask.has_value() || mask->numel() == tokens),
                   "ints, targets, old_logp, advantages and mask must have one value a row, and there must be rows");
   STD_TORCH_CHECK(!normalizer.has_value() || normalizer->numel() == 1, "normalizer must be one value");

@@ -1,7 +1,6 @@
 // Kernels over rows of the vocabulary: merge of leaves, gradients in place, statistics of materialised logits.
 #include "arith.cuh"
 #include "dependent.cuh"
-#include "token_loss.h"
 
 #include <algorithm>
 #include <climits>
@@ -214,7 +213,8 @@ __device__ __forceinline__ RowGrad row_grad(const Rows& rows, const Upstream& up
 #pragma unroll
   for (int i = 0; i < 3; ++i) g[i] = upstream.grad[i] == nullptr ? 0.0f : upstream.grad[i][row * upstream.grad_stride[i]];
   const float logp = __fdiv_rn(g[0], temperature), lse = __fdiv_rn(g[1], temperature);
-  return {upstream.max[row], upstream.log_sum[row], upstream.entropy[row], logp, __fsub_rn(lse, logp), __fdiv_rn(g[2], temperature)};
+  return {upstream.max[row], upstream.log_sum[row], upstream.entropy[row],
+          logp, __fsub_rn(lse, logp), __fdiv_rn(g[2], temperature)};
 }
 
 __device__ __forceinline__ void set_zeros(const Upstream& upstream) {
@@ -388,7 +388,8 @@ __global__ void __launch_bounds__(256) prepare_kernel(Prepare task, int each, un
   }
   // Zeros after the last one, as far as a product over tokens reads.
   const int64_t end = (total + 63) / 64 * 64, zeros = ((end < task.tokens ? end : task.tokens) - total) * chunks;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < zeros; i += static_cast<int64_t>(gridDim.x) * 256) {
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * 256;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < zeros; i += threads) {
     picked[static_cast<int64_t>(total) * chunks + i] = make_uint4(0, 0, 0, 0);
   }
 }
@@ -464,119 +465,36 @@ __global__ void elementwise_kernel(const float* x, float* y, int64_t count, bool
   if (at < count) y[at] = logarithm ? log_(x[at]) : exp_(x[at]);
 }
 
-// x *= bf16(*factor), rounded to bf16; nothing is read where the factor is 1. 8 values a thread and step.
-__global__ void __launch_bounds__(256) scale_kernel(__nv_bfloat16* x, const float* factor, int64_t count) {
-  await_previous();
-  let_next_start();
-  const float by = __bfloat162float(__float2bfloat16_rn(*factor));
-  if (by == 1.0f) return;
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * 256, thread = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
-  for (int64_t i = thread; i < count / 8; i += threads) {
-    uint4 packed = reinterpret_cast<uint4*>(x)[i];
-    __nv_bfloat16* values = reinterpret_cast<__nv_bfloat16*>(&packed);
-#pragma unroll
-    for (int k = 0; k < 8; ++k) values[k] = __float2bfloat16_rn(__fmul_rn(__bfloat162float(values[k]), by));
-    reinterpret_cast<uint4*>(x)[i] = packed;
-  }
-  for (int64_t i = count / 8 * 8 + thread; i < count; i += threads) {
-    x[i] = __float2bfloat16_rn(__fmul_rn(__bfloat162float(x[i]), by));
-  }
-}
-
-__device__ __forceinline__ float sum_of_lanes(float x) {
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(~0u, x, i);
-  return x;
-}
-
-// The loss of a token and its gradients; what is to be added to the sums of the metrics.
-__device__ __forceinline__ void token_loss(const TokenLosses& task, int64_t row, float (&metrics)[kTokenMetrics]) {
-  TokenLoss loss = task.loss;
-  if (task.normalizer != nullptr) loss.by = *task.normalizer;
-  const bool ignored = task.targets[row] == task.ignore;  // what stands beside an ignored token may be NaN
-  const float difference = ignored ? 0.0f : __fsub_rn(task.logp[row], task.old_logp[row]);
-  const float weight = ignored ? 0.0f : task.mask == nullptr ? 1.0f : task.mask[row];
-  const TokenTerms terms = token_terms(loss, difference, expf(difference), task.entropy[row],
-                                       ignored ? 0.0f : task.advantages[row], weight, ignored);
-  const float values[kTokenMetrics] = {terms.weight, terms.clipped, terms.ratio, terms.kl, terms.entropy};
-#pragma unroll
-  for (int i = 0; i < kTokenMetrics; ++i) metrics[i] = values[i];
-  task.losses[row] = terms.loss;
-  task.by_logp[row] = terms.by_logp;
-  if (task.by_entropy != nullptr) task.by_entropy[row] = terms.by_entropy;
-}
-
-// The block that ends last adds the sums of the blocks, in an order that does not depend on which block that is.
-__global__ void __launch_bounds__(kTokenThreads) token_losses_kernel(TokenLosses task) {
-  constexpr int kTokenWarps = kTokenThreads / 32;
-  __shared__ float sums[kTokenMetrics][kTokenWarps];
-  __shared__ bool last;
-  await_previous();
-  let_next_start();
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float metrics[kTokenMetrics] = {};
-  if (row < task.tokens) token_loss(task, row, metrics);
-#pragma unroll
-  for (int i = 0; i < kTokenMetrics; ++i) {
-    const float sum = sum_of_lanes(metrics[i]);
-    if (lane == 0) sums[i][warp] = sum;
-  }
-  __syncthreads();
-  float* parts = task.metrics + kTokenMetrics;
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < kTokenMetrics; ++i) {
-      float sum = 0.0f;
-      for (int k = 0; k < kTokenWarps; ++k) sum += sums[i][k];
-      __stcg(parts + static_cast<int64_t>(blockIdx.x) * kTokenMetrics + i, sum);
-    }
-    __threadfence();
-    last = atomicAdd(task.counter, 1) == static_cast<int>(gridDim.x) - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  if (!last) return;
-  for (int i = warp; i < kTokenMetrics; i += kTokenWarps) {
-    float sum = 0.0f;
-    for (unsigned block = lane; block < gridDim.x; block += 32) sum += __ldcg(parts + static_cast<int64_t>(block) * kTokenMetrics + i);
-    sum = sum_of_lanes(sum);
-    if (lane == 0) task.metrics[i] = sum;
-  }
-  if (threadIdx.x == 0) *task.counter = 0;
-}
-
-unsigned blocks(int64_t count, int64_t each) { return static_cast<unsigned>((count + each - 1) / each); }
-
 }  // namespace
 
 void merge(Rows rows, int64_t tokens, const int64_t* order, float* out, int64_t total, cudaStream_t stream) {
   if (tokens == 0) return;
   if (rows.leaves > kMostGroups * 32) throw std::runtime_error("merge of leaves: at most 32768 leaves of 128 columns");
-  launch_dependent("merge of leaves", merge_kernel, blocks(tokens, 1), kMergeThreads, stream, rows, tokens, order, out, total);
+  launch_dependent("merge of leaves", merge_kernel, {blocks(tokens, 1), kMergeThreads}, stream, rows, tokens, order, out,
+                   total);
 }
 
 void prepare(Prepare task, cudaStream_t stream) {
   if (task.tokens == 0) return;
   const int64_t each = std::clamp<int64_t>(blocks(task.tokens, kPrepareBlocks), kPrepareLeast, kPrepareMost);
-  launch_dependent("rows that take part", prepare_kernel, blocks(task.tokens, each), 256, stream, task,
+  launch_dependent("rows that take part", prepare_kernel, {blocks(task.tokens, each), 256}, stream, task,
                    static_cast<int>(each), static_cast<unsigned>(task.hidden.cols / 8));
 }
 
 void row_table(Rows rows, Upstream upstream, int64_t tokens, float* table, cudaStream_t stream) {
   if (tokens == 0) return;
-  launch_dependent("gradients of rows", row_table_kernel, blocks(tokens, 128), 128, stream, rows, upstream, tokens, table);
+  launch_dependent("gradients of rows", row_table_kernel, {blocks(tokens, 128), 128}, stream, rows, upstream, tokens, table);
 }
 
 void place_rows(const float* values, const int* place, Matrix out, cudaStream_t stream) {
   if (out.rows == 0 || out.cols == 0) return;
-  launch_dependent("rounding of rows", place_kernel, blocks(out.rows * (out.cols / 8), 256), 256, stream, values, place,
+  launch_dependent("rounding of rows", place_kernel, {blocks(out.rows * (out.cols / 8), 256), 256}, stream, values, place,
                    static_cast<__nv_bfloat16*>(out.data), out.rows, out.cols / 8);
 }
 
 void accumulate(float* left, const float* right, int64_t count, cudaStream_t stream) {
   if (count == 0) return;
-  launch_dependent("sum of segments", add_kernel, blocks(count / 4, 256), 256, stream, reinterpret_cast<float4*>(left),
+  launch_dependent("sum of segments", add_kernel, {blocks(count / 4, 256), 256}, stream, reinterpret_cast<float4*>(left),
                    reinterpret_cast<const float4*>(right), count / 4);
 }
 
@@ -599,7 +517,7 @@ void finish(float* nodes, int slots, const int* merges, int count, int root, con
 void gradient_in_place(Rows rows, Upstream upstream, Matrix kept, cudaStream_t stream) {
   if (kept.rows == 0 || kept.stride == 0) return;
   const unsigned across = blocks(kept.stride, kColumnsPerBlock), row_blocks = blocks(kept.rows, kRowsPerThread);
-  launch_dependent("gradient of kept logits", gradient_kernel, across * row_blocks, 256, stream, rows, upstream,
+  launch_dependent("gradient of kept logits", gradient_kernel, {across * row_blocks, 256}, stream, rows, upstream,
                    static_cast<__nv_bfloat16*>(kept.data), kept.rows, static_cast<int>(kept.stride), row_blocks, across);
 }
 
@@ -609,17 +527,6 @@ void logits_statistics(Rows rows, Matrix logits, cudaStream_t stream) {
   logits_kernel<<<grid, kWarps * 32, 0, stream>>>(
       rows, static_cast<const float*>(logits.data), logits.rows, logits.cols, logits.stride);
   check_launch("statistics of logits");
-}
-
-void scale(void* x, const float* factor, int64_t count, cudaStream_t stream) {
-  if (count == 0) return;
-  launch_dependent("scale of gradients", scale_kernel, std::min(blocks(count, 2048), 1056u), 256, stream,
-                   static_cast<__nv_bfloat16*>(x), factor, count);
-}
-
-void token_losses(TokenLosses task, cudaStream_t stream) {
-  if (task.tokens == 0) return;
-  launch_dependent("losses of tokens", token_losses_kernel, blocks(task.tokens, kTokenThreads), kTokenThreads, stream, task);
 }
 
 void elementwise(const float* x, float* y, int64_t count, bool logarithm, cudaStream_t stream) {

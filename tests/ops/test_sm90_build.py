@@ -19,7 +19,7 @@ FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(
-    "name", ["rows", "few_rows", "segments", "segments_wide", "gemm", "gemm_gradient", "gemm_statistics"]
+    "name", ["rows", "policy_loss", "few_rows", "segments", "segments_wide", "gemm", "gemm_gradient", "gemm_statistics"]
 )
 def test_compiles_without_spills(tmp_path, name):
     cubin = tmp_path / f"{name}.cubin"
