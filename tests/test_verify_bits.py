@@ -1,0 +1,58 @@
+"""The table of byte comparisons: parts of an operator add up, and what is missing or differs is said."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts/verify_bits.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("verify_bits", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def record(folder, op, cases, differing=0, kind="rows", **extra):
+    first = "rows: 1 of 8 elements, (3, 5)" if differing else None
+    body = {"op": op, "cases": cases, "elements": 8 * cases, "cases_differing": differing, "kinds": {kind: cases}}
+    (folder / f"bits_{op}.json").write_text(json.dumps({**body, "first": first, **extra}), encoding="utf-8")
+
+
+def test_parts_add_up_and_gaps_are_named(script, tmp_path):
+    record(tmp_path, "attention_0", 60)
+    record(tmp_path, "attention_1", 50, kind="pages")
+    record(tmp_path, "attention_backward_0", 200, differing=1)
+    record(tmp_path, "attention_fa3_2", 30)
+    record(tmp_path, "linear", 100, probe={"replaced": {"class": "1 differs"}})
+    rows = {row["op"]: row for row in script.collect(tmp_path, 100)}
+    assert list(rows) == list(script.OPERATORS)
+    assert (rows["attention"]["cases"], rows["attention"]["status"]) == (110, "pass")
+    assert rows["attention"]["kinds"] == {"rows": 60, "pages": 50}
+    assert rows["attention_backward"]["status"] == "failure" and "(3, 5)" in rows["attention_backward"]["first"]
+    assert rows["attention_fa3"]["status"] == "too few cases"
+    assert rows["linear"]["probe_replaced"] == 1
+    assert rows["rope"]["status"] == "missing"
+    about = dict.fromkeys(("command", "commit", "gpu", "torch", "triton", "date", "seconds", "tests"), "-")
+    page = script.page({**about, "operators": list(rows.values()), "negative_controls": {"sdpa": {"100": 396}}})
+    assert "**1 of 440 cases differ**" in page
+    assert "by position: 100: 396" in page and "against the batch: missing" in page
+
+
+def test_every_record_of_the_tests_is_an_operator_of_the_table(script):
+    import re
+
+    names = {
+        name
+        for path in SCRIPT.parents[1].glob("tests/ops/test_gpu_*.py")
+        for name in re.findall(r"Tally\(f?\"([a-z_0-9]+?)_?(?:\{.*)?\"\)", path.read_text(encoding="utf-8"))
+    }
+    assert len(names) > 12
+    for name in names:
+        assert script.operator_of(name) in script.OPERATORS
