@@ -4,41 +4,53 @@
 
 namespace rlk::sm90 {
 
-// Sum of the 128 columns of one leaf and row, held as 32 values by each lane of a quad: x[2 j + b] of lane q is column
-// 8 j + 2 q + b. The tree over adjacent pairs goes b, q, j; lanes swap halves of their values, so that each level costs
-// half as many exchanges as the one before.
-__device__ __forceinline__ float tree_of_quad(const float (&t)[16], int q) {
-  const bool odd = q & 1, high = q & 2;
-  float a[8];  // columns of q and q ^ 1, for j = 2 i + (q & 1)
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float keep = odd ? t[2 * i + 1] : t[2 * i], give = odd ? t[2 * i] : t[2 * i + 1];
-    a[i] = __fadd_rn(keep, __shfl_xor_sync(~0u, give, 1));
-  }
-  float c[4];  // all 8 columns, for j = 4 i + q
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float keep = high ? a[2 * i + 1] : a[2 * i], give = high ? a[2 * i] : a[2 * i + 1];
-    c[i] = __fadd_rn(keep, __shfl_xor_sync(~0u, give, 2));
-  }
-  float d[2];  // 16 columns, j / 2 = 4 i + 2 (q & 1) + (q >> 1)
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float keep = odd ? c[2 * i + 1] : c[2 * i], give = odd ? c[2 * i] : c[2 * i + 1];
-    d[i] = __fadd_rn(keep, __shfl_xor_sync(~0u, give, 1));
-  }
-  float e = __fadd_rn(high ? d[1] : d[0], __shfl_xor_sync(~0u, high ? d[0] : d[1], 2));  // j / 4 = 2 (q >> 1) + (q & 1)
-  e = __fadd_rn(e, __shfl_xor_sync(~0u, e, 1));
-  return __fadd_rn(e, __shfl_xor_sync(~0u, e, 2));
+// Sums over the 128 columns of one leaf, of two values for each of two rows. The tree over adjacent pairs of columns: lane q
+// of a quad has columns 8 j + 2 q and 8 j + 2 q + 1, whose sums are the x below. Over q lanes swap: of two values a lane
+// sums one and its neighbour the other, so that a lane ends with one of the four. Over j it is alone with it.
+
+// Sum of this lane's and lane ^ across's `second` where takes_second holds, else of their `first`; they differ in it.
+__device__ __forceinline__ float swap_add(float first, float second, bool takes_second, int across) {
+  const float keep = takes_second ? second : first, give = takes_second ? first : second;
+  return __fadd_rn(keep, __shfl_xor_sync(~0u, give, across));
 }
 
-// 16 x 128 fp32 of one warp, as bf16 through the warp's own shared memory to global memory, 256 bytes of a row at a time.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// 16 x 128 bf16 of one warp through the warp's own shared memory to global memory, 256 bytes of a row at a time.
 struct Stager {
   uint32_t address;  // 4 KiB
   int lane;
 
+  // Before the first put: what the memory held has been read.
+  __device__ __forceinline__ void begin() const { __syncwarp(); }
+  // Columns 8 j to 8 j + 31 of rows 8 h to 8 h + 7, which a lane holds as accumulators do: value[i] is columns
+  // 8 (j + i) + 2 (lane % 4) and the next one of row lane / 4. j: a multiple of 4.
+  __device__ __forceinline__ void put(int j, int h, const uint32_t (&value)[4]) const {
+    store_matrices(address + (lane % 8 + 8 * h) * 256 + (((j + lane / 8) ^ (lane % 8)) * 16), value);
+  }
   // 128 columns from `column` on, rows from `row` on. `out` [rows, >= cols] with rows of `stride` elements, a multiple
   // of 8: whole groups of 8 columns are written, so up to 7 columns of padding.
+  __device__ __forceinline__ void flush(
+      __nv_bfloat16* out, int64_t stride, int rows, int cols, int row, int column) const {
+    __syncwarp();
+    const int chunk = lane % 16, at = column + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int r = 2 * i + lane / 16;
+      uint4 value;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                   : "r"(address + r * 256 + ((chunk ^ (r % 8)) * 16))
+                   : "memory");
+      if (row + r < rows && at < cols) {
+        *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row + r) * stride + at) = value;
+      }
+    }
+  }
+  // The same from 128 columns of accumulators.
   __device__ __forceinline__ void send(
       const float (&half)[64], __nv_bfloat16* out, int64_t stride, int rows, int cols, int row, int column) const {
     const int quad = lane / 4, quad_lane = lane % 4;
@@ -55,22 +67,20 @@ struct Stager {
                      : "memory");
       }
     }
-    __syncwarp();
-    const int chunk = lane % 16, at = column + chunk * 8;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int r = 2 * i + lane / 16;
-      uint4 value;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                   : "r"(address + r * 256 + ((chunk ^ (r % 8)) * 16))
-                   : "memory");
-      if (row + r < rows && at < cols) {
-        *reinterpret_cast<uint4*>(out + static_cast<int64_t>(row + r) * stride + at) = value;
-      }
-    }
+    flush(out, stride, rows, cols, row, column);
   }
 };
+
+// x[4 j + b] is column 8 j + 2 (lane % 4) + b.
+__device__ __forceinline__ void stage_row(const float* x, int h, const Stager& stager) {
+#pragma unroll
+  for (int j = 0; j < 16; j += 4) {
+    uint32_t packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) packed[i] = pack(x[(j + i) * 4], x[(j + i) * 4 + 1]);
+    stager.put(j, h, packed);
+  }
+}
 
 // Correctly rounded acc / divisor (one divisor for each of the thread's two rows): a quotient from the rounded
 // reciprocal, corrected twice, is exact unless the residual underflows or a value is not finite.
@@ -95,6 +105,39 @@ __device__ __forceinline__ void divide_rows(float (&acc)[64], const float (&divi
   } else {
 #pragma unroll
     for (int i = 0; i < 64; ++i) acc[i] = __fdiv_rn(acc[i], divisor[(i / 2) % 2]);
+  }
+}
+
+// exp(x - shift) of one row of a leaf to shared memory, and the tree over it and its products with x - shift: of row 0 as
+// far as `sums`, by j; of both rows up to levels[4]. levels: complete subtrees over j.
+__device__ __forceinline__ void statistics_of_row(
+    const float* x, int h, float shift, float (&sums)[16], float (&levels)[5], const Stager& stager) {
+  const bool odd = stager.lane & 1, high = stager.lane & 2;
+#pragma unroll
+  for (int part = 0; part < 16; part += 4) {
+    uint32_t packed[4];
+#pragma unroll
+    for (int j = part; j < part + 4; ++j) {
+      float value[2], product[2];
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const float d = __fsub_rn(x[j * 4 + b], shift);
+        value[b] = exp_(d);
+        product[b] = __fmul_rn(value[b], fmaxf(d, -200.0f));  // e is 0 long before; keeps 0 * -inf out
+      }
+      packed[j - part] = pack(value[0], value[1]);
+      float sum = swap_add(__fadd_rn(value[0], value[1]), __fadd_rn(product[0], product[1]), odd, 1);
+      if (h == 0) {
+        sums[j] = sum;
+      } else {
+        sum = swap_add(sums[j], sum, high, 2);
+        int level = 0;
+#pragma unroll
+        for (; j >> level & 1; ++level) sum = __fadd_rn(levels[level], sum);
+        levels[level] = sum;
+      }
+    }
+    stager.put(part, h, packed);
   }
 }
 
@@ -147,6 +190,8 @@ __device__ __forceinline__ void vocabulary_leaf(
       }
     }
   }
+  stager.begin();
+  [[maybe_unused]] float sums[16], levels[5], maxima[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float* x = acc + 2 * h;  // x[4 j + b]
@@ -157,27 +202,8 @@ __device__ __forceinline__ void vocabulary_leaf(
     leaf_max = __fadd_rn(fmaxf(leaf_max, __shfl_xor_sync(~0u, leaf_max, 2)), 0.0f);
     const float shift = shift_of(leaf_max);
     if constexpr (Kind == kStatistics) {
-      float e[16], u[16];  // sums of adjacent columns
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        float product[2];
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          const float d = __fsub_rn(x[j * 4 + b], shift);
-          x[j * 4 + b] = exp_(d);
-          product[b] = __fmul_rn(x[j * 4 + b], fmaxf(d, -200.0f));  // e is 0 long before; keeps 0 * -inf out
-        }
-        e[j] = __fadd_rn(x[j * 4], x[j * 4 + 1]);
-        u[j] = __fadd_rn(product[0], product[1]);
-      }
-      const float mean = tree_of_quad(u, quad_lane), sum = tree_of_quad(e, quad_lane);
-      const int leaf_index = first / kLeaf;
-      if (two.row[h] < shape.rows && leaf_index < v.leaves) {
-        const int64_t at = static_cast<int64_t>(two.row[h]) * v.leaves + leaf_index;
-        if (quad_lane == 0) v.leaf_max[at] = leaf_max;
-        if (quad_lane == 1) v.leaf_sum[at] = sum;
-        if (quad_lane == 2) v.leaf_mean[at] = mean;
-      }
+      maxima[h] = leaf_max;
+      statistics_of_row(x, h, shift, sums, levels, stager);
     } else {
       const RowGrad grad = two.row[h] < shape.rows ? load_row_grad(v.table, two.row[h]) : RowGrad{};
       const LeafGrad gradient = LeafGrad::of(leaf_max, grad);
@@ -205,12 +231,22 @@ __device__ __forceinline__ void vocabulary_leaf(
           }
         }
       }
+      stage_row(x, h, stager);
+    }
+  }
+  if constexpr (Kind == kStatistics) {
+    const bool odd = lane & 1, high = lane & 2;
+    const int row = (high ? two.row[1] : two.row[0]), leaf_index = first / kLeaf;
+    if (row < shape.rows && leaf_index < v.leaves) {
+      const int64_t at = static_cast<int64_t>(row) * v.leaves + leaf_index;
+      (odd ? v.leaf_mean : v.leaf_sum)[at] = levels[4];
+      if (!odd) v.leaf_max[at] = high ? maxima[1] : maxima[0];
     }
   }
   between();
   if (Kind == kGradient || v.keep) {
-    stager.send(acc, problem.out, problem.out_stride, shape.store_rows, problem.cols,
-                two.m + group * 64 + (thread / 32) * 16, first);
+    stager.flush(problem.out, problem.out_stride, shape.store_rows, problem.cols,
+                 two.m + group * 64 + (thread / 32) * 16, first);
   }
 }
 
@@ -225,61 +261,71 @@ __device__ __forceinline__ void await(const int* counter, int value) {
   } while (seen < value);
 }
 
-// fp32 [M, cols] <-> 128 columns of accumulators of one thread. Loads come before stores, 16 pairs at a time: a store in
+// fp32 [M, cols] <-> 128 columns of accumulators of one thread. Loads come before stores, some pairs at a time: a store in
 // between would order them.
 struct Pairs {
+  static constexpr int kBatch = 16;
   int row, column, rows, cols;
 
   __device__ __forceinline__ Pairs(const Tile& tile, int half, int group, int thread)
       : row(tile.m + group * 64 + (thread / 32) * 16 + (thread % 32) / 4),
         column(tile.n + half * kLeaf + (thread % 4) * 2), rows(tile.shape->rows), cols(tile.problem->cols) {}
   __device__ __forceinline__ bool inside(int i) const { return row + (i % 2) * 8 < rows && column + (i / 2) * 8 < cols; }
-  __device__ __forceinline__ int64_t at(int i) const {
-    return static_cast<int64_t>(row + (i % 2) * 8) * cols + column + (i / 2) * 8;
-  }
+  template <typename Float>
+  __device__ __forceinline__ Float* start(Float* values) const { return values + static_cast<int64_t>(row) * cols + column; }
   __device__ __forceinline__ void load(float (&acc)[64], const float* from) const {
+    const float* first[2] = {start(from), start(from) + 8 * static_cast<int64_t>(cols)};
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       if (inside(i)) {
-        const float2 value = __ldcg(reinterpret_cast<const float2*>(from + at(i)));
+        const float2 value = __ldcg(reinterpret_cast<const float2*>(first[i % 2] + (i / 2) * 8));
         acc[2 * i] = value.x;
         acc[2 * i + 1] = value.y;
       }
     }
   }
   __device__ __forceinline__ void store(const float (&acc)[64], float* to, bool add) const {
+    float* first[2] = {start(to), start(to) + 8 * static_cast<int64_t>(cols)};
 #pragma unroll
-    for (int first = 0; first < 32; first += 16) {
-      float2 before[16];
+    for (int part = 0; part < 32; part += kBatch) {
+      float2 before[kBatch];
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        if (add && inside(first + i)) before[i] = __ldcg(reinterpret_cast<const float2*>(to + at(first + i)));
+      for (int i = part; i < part + kBatch; ++i) {
+        if (add && inside(i)) before[i - part] = __ldcg(reinterpret_cast<const float2*>(first[i % 2] + (i / 2) * 8));
       }
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        float2 value = make_float2(acc[2 * (first + i)], acc[2 * (first + i) + 1]);
-        if (add) value = make_float2(__fadd_rn(before[i].x, value.x), __fadd_rn(before[i].y, value.y));
-        if (inside(first + i)) __stcg(reinterpret_cast<float2*>(to + at(first + i)), value);
+      for (int i = part; i < part + kBatch; ++i) {
+        float2 value = make_float2(acc[2 * i], acc[2 * i + 1]);
+        if (add) value = make_float2(__fadd_rn(before[i - part].x, value.x), __fadd_rn(before[i - part].y, value.y));
+        if (inside(i)) __stcg(reinterpret_cast<float2*>(first[i % 2] + (i / 2) * 8), value);
       }
     }
   }
 };
 
-// 128 columns of a product. kBlocks: `first_half` waits for the blocks before, the other half says that this one is done.
+// 128 columns of a product.
 __device__ __forceinline__ void store_half(
-    float (&acc)[64], int half, const Tile& tile, const Stager& stager, uint32_t rank, int group, int thread) {
+    float (&acc)[64], int half, const Tile& tile, const Stager& stager, int group, int thread) {
   const Problem& problem = *tile.problem;
   if (problem.output == kBf16) {
-    stager.send(acc, problem.out, problem.out_stride, tile.shape->rows, problem.cols,
-                tile.m + group * 64 + (thread / 32) * 16, tile.n + half * kLeaf);
-    return;
+    stager.begin();
+    stage_row(acc, 0, stager);
+    stage_row(acc + 2, 1, stager);
+    stager.flush(problem.out, problem.out_stride, tile.shape->rows, problem.cols,
+                 tile.m + group * 64 + (thread / 32) * 16, tile.n + half * kLeaf);
+  } else {
+    Pairs(tile, half, group, thread).store(acc, problem.out_float, problem.output == kFloatAccumulate);
   }
-  const bool blocks = problem.output == kBlocks;
-  const bool add = problem.output == kFloatAccumulate || (blocks && (tile.block > 0 || problem.continues != 0));
-  int* order = blocks ? problem.order + (tile.index * kCluster + static_cast<int>(rank)) * 2 + group : nullptr;
-  if (blocks && tile.block > 0 && half == 0) await(order, tile.block);  // another cluster may have made the blocks before
-  Pairs(tile, half, group, thread).store(acc, problem.out_float, add);
-  if (blocks && half == 1) {
+}
+
+// kBlocks: the left half waits for the blocks before, the right one says that this one is done.
+__device__ __forceinline__ void store_block(
+    float (&acc)[64], int half, const Tile& tile, uint32_t rank, int group, int thread) {
+  const Problem& problem = *tile.problem;
+  int* order = problem.order + (tile.index * kCluster + static_cast<int>(rank)) * 2 + group;
+  if (tile.block > 0 && half == 0) await(order, tile.block);  // another cluster may have made the blocks before
+  Pairs(tile, half, group, thread).store(acc, problem.out_float, tile.block > 0 || problem.continues != 0);
+  if (half == 1) {
     __threadfence();
     named_barrier(1 + group, 128);
     if (thread == 0) count_up(order);

@@ -127,7 +127,14 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     problem.out_float = static_cast<float*>(task.dw);
     output(problem, {task.dw, vocabulary_size, width, width});
   }
-  launch<kStore, 0>(params, stream);
+  // The halves of a tile of dw end apart where it has tiles of k enough, or takes a few of zeros as well because few rows
+  // take part.
+  if (task.dw != nullptr && task.dw_init == nullptr && tokens > 2 * kEdge * kTileK) {
+    params.problem[params.problems - 1].least = 2 * kEdge + 1;
+    launch<kStore, kEdge>(params, stream);
+  } else {
+    launch<kStore, 0>(params, stream);
+  }
 }
 
 }  // namespace rlk::sm90

@@ -8,7 +8,7 @@
 // The halves of a tile of logits (128 columns, a leaf) end at different times: the last two tiles of k are multiplied
 // first for the left half, then for the right one, during which the left half's epilogue runs; the first two of the next
 // tile first for its left half, during which the right half's epilogue runs. So the tensor cores work while exponentials
-// are taken and sums are made.
+// are taken and sums are made. Tiles of dW do the same; their epilogue writes to memory.
 //
 // A and B may be stored with k contiguous (K-major) or with rows contiguous (MN-major). Epilogues:
 //   kStatistics   statistics of the 128-column leaves of the vocabulary, and optionally bf16 exp(z - leaf_max)
@@ -23,6 +23,12 @@ namespace rlk::sm90 {
 __device__ __forceinline__ void pin(float (&acc)[64]) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+// The values from here on have nothing to do with those before, so that nothing keeps registers for them.
+__device__ __forceinline__ void forget(float (&acc)[64]) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) asm volatile("" : "=f"(acc[i])::"memory");
 }
 
 // A consumer warpgroup's view of the stages.
@@ -226,7 +232,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         const Tile tile = locate(params, shapes, id, rank);
         const Problem& problem = *tile.problem;
         for (int kt = 0; kt < tile.k_tiles; ++kt) {
-          const int k = tile.k_first + kt * kTileK;
+          int k = tile.k_first + kt * kTileK;
+          if constexpr (Kind == kStore && Edge > 0) {
+            if (kt >= tile.shape->filled) k = kBeyond;  // zeros
+          }
           barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
           const uint32_t barrier = full + ring.stage * 8, a = base + ring.stage * kBytesStage, b = a + kBytesA;
           barrier_expect(barrier, kBytesStage);
@@ -265,7 +274,43 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     const Stager stager{staging + own * kBytesStaging + (thread / 32) * 4096, thread % 32};
     float left[64], right[64];
     int id = next_tile(slot, phase, thread % 32 == 0);
-    if constexpr (Kind == kStore) {
+    if constexpr (Kind == kStore && Edge > 0) {
+      // Tiles of dH, where there is one, come first. Their halves end together: few tiles, with many products each.
+      const int first = params.problems > 1 ? shapes[0].all_tiles : 0;
+      while (id < first) {
+        const Tile tile = locate(params, shapes, id, rank);
+        forget(left);
+        forget(right);
+        multiply_both<0, 1>(left, right, tile.k_tiles, false, consumer);
+        store_block(left, 0, tile, rank, own, thread);
+        store_block(right, 1, tile, rank, own, thread);
+        id = next_tile(slot, phase, thread % 32 == 0);
+      }
+      if (id < tiles) {
+        Tile tile = locate(params, shapes, id, rank);
+        forget(left);
+        begin_tile<Edge, 1, 1>(left, right, consumer, [&] { forget(right); });
+        while (true) {
+          const Tile last = tile;
+          end_tile<Edge, 1, 1>(left, right, last.k_tiles, consumer, [&](auto finish) {
+            store_half(left, 0, last, stager, own, thread);
+            finish();
+          });
+          auto finish_right = [&] {
+            store_half(right, 1, last, stager, own, thread);
+            forget(right);
+          };
+          id = next_tile(slot, phase, thread % 32 == 0);
+          if (id >= tiles) {
+            finish_right();
+            break;
+          }
+          tile = locate(params, shapes, id, rank);
+          forget(left);
+          begin_tile<Edge, 1, 1>(left, right, consumer, finish_right);
+        }
+      }
+    } else if constexpr (Kind == kStore) {
       while (id < tiles) {
         const Tile tile = locate(params, shapes, id, rank);
         start_half(left, 0, tile, own, thread);
@@ -277,8 +322,13 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
             multiply_both<0, 1>(left, right, tile.k_tiles, true, consumer);
           }
         }
-        store_half(left, 0, tile, stager, rank, own, thread);
-        store_half(right, 1, tile, stager, rank, own, thread);
+        if (tile.problem->output == kBlocks) {
+          store_block(left, 0, tile, rank, own, thread);
+          store_block(right, 1, tile, rank, own, thread);
+        } else {
+          store_half(left, 0, tile, stager, own, thread);
+          store_half(right, 1, tile, stager, own, thread);
+        }
         id = next_tile(slot, phase, thread % 32 == 0);
       }
     } else if (id < tiles) {

@@ -33,4 +33,16 @@ void launch(const Params& params, cudaStream_t stream) {
   check(cudaGetLastError(), "matrix product launch");
 }
 
+// Tiles of k at either end of a tile whose halves are multiplied one after the other.
+constexpr int kEdge = 2;
+
+template <int Kind>
+void launch_overlapped(const Params& params, cudaStream_t stream) {
+  if (ceil_div(params.problem[0].depth, kTileK) > 2 * kEdge) {
+    launch<Kind, kEdge>(params, stream);
+  } else {
+    launch<Kind, 0>(params, stream);
+  }
+}
+
 }  // namespace rlk::sm90

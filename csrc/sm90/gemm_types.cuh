@@ -13,6 +13,8 @@ constexpr int kBytesStaging = 64 * kLeaf * 2;  // for one consumer warpgroup
 constexpr int kTileSlots = 2;
 constexpr int kBytesShared = kStages * kBytesStage + 2 * kBytesStaging + 256 + 1024;
 
+constexpr int kBeyond = 1 << 30;  // a coordinate outside of every matrix
+
 enum Epilogue { kStatistics = 0, kGradient = 1, kStore = 2 };
 enum Output { kBf16 = 0, kFloat = 1, kFloatAccumulate = 2, kBlocks = 3 };
 enum Dynamic { kFixed = 0, kRows = 1, kDepth = 2 };  // which size of a product the number of active rows limits
@@ -33,6 +35,7 @@ struct Problem {
   float* out_float;         // [M, N]
   const float* init;        // [M, N] or null: value of the accumulators before k_begin
   int continues;            // kBlocks: the first block is added to out_float as well
+  int least;                // tiles of k a tile has at least; those beyond K are zeros, which change no sum
   int* order;               // kBlocks: zeros, 4 for each tile of a cluster: blocks finished
 };
 
@@ -60,6 +63,7 @@ struct Shape {
   int rows, store_rows;    // rows that count; rows to write (kGradient: up to whole tiles of k of the next product)
   int pairs, odd;          // tiles of 256 rows; 1: 128 more, there a cluster computes 128 x 512, without sharing
   int tiles_n, tiles_k;
+  int filled;              // tiles of k that are not beyond K
   int tiles, all_tiles;    // of one block of k, of all
 
   __device__ void set(const Problem& problem, int active) {
@@ -70,7 +74,8 @@ struct Shape {
     pairs = tiles_m / kCluster;
     odd = tiles_m % kCluster;
     tiles_n = (problem.cols + kTileN - 1) / kTileN;
-    tiles_k = (depth + kTileK - 1) / kTileK;
+    filled = (depth + kTileK - 1) / kTileK;
+    tiles_k = max(filled, problem.least);
     tiles = pairs * tiles_n + odd * ((tiles_n + kCluster - 1) / kCluster);
     all_tiles = problem.output == kBlocks ? tiles * ((tiles_k + kBlockTiles - 1) / kBlockTiles) : tiles;
   }

@@ -80,6 +80,13 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Four 8 x 8 matrices of 16-bit values, as accumulators hold them; lane i has the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&value)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value[0]),
+               "r"(value[1]), "r"(value[2]), "r"(value[3])
+               : "memory");
+}
+
 // ---------------------------------------------------------------- bulk tensor copies
 __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y) {
   asm volatile(

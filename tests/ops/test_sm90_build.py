@@ -38,12 +38,14 @@ def test_compiles_without_spills(tmp_path, name):
     disassembler = shutil.which("cuobjdump")
     if name.startswith("gemm") and disassembler:
         listing = subprocess.run([disassembler, "--dump-sass", str(cubin)], capture_output=True, text=True).stdout
-        assert listing.count("HGMMA.64x256x16.F32.BF16") == {"gemm": 8, "gemm_gradient": 4, "gemm_statistics": 12}[name]
+        assert listing.count("HGMMA.64x256x16.F32.BF16") == {"gemm": 16, "gemm_gradient": 4, "gemm_statistics": 8}[name]
         # Acquires of a wider scope empty the L1. The cluster's barriers at either end of a kernel do, and waiting for
-        # blocks of dh after their products; nothing else may, above all not the loops over k.
+        # blocks of dh after their products, which come before those of dw; nothing else may, above all not the loops
+        # over k.
         for kernel in listing.split("Function : ")[1:]:
             products = [m.start() for m in re.finditer("HGMMA", kernel)]
-            assert "CCTL.IVALL" not in kernel[products[0] : products[-1]], kernel[:100]
+            emptied = kernel[products[0] : products[-1]].count("CCTL.IVALL")
+            assert emptied <= (2 if "gemm_kernelILi2ELi2E" in kernel else 0), kernel[:100]
 
 
 def test_a_cpu_machine_says_what_is_missing():
