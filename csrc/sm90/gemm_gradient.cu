@@ -2,6 +2,6 @@
 
 namespace rlk::sm90 {
 
-void launch_gradient(const Params& params, cudaStream_t stream) { launch<kGradient, 0>(params, stream); }
+void launch_gradient(const Params& params, cudaStream_t stream) { launch_overlapped<kGradient>(params, stream); }
 
 }  // namespace rlk::sm90
