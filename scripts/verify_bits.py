@@ -16,6 +16,7 @@ import datetime
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,11 +112,28 @@ def page(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def run(command: list[str], environment: dict[str, str], seconds: float | None) -> tuple[str, int]:
+    """Output and exit code of the tests; they and their workers end after ``seconds``."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
+        tests = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = tests.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(tests.pid, signal.SIGKILL)
+            tests.wait()
+            code = 124
+        log.seek(0)
+        return log.read(), code
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="writes OUT.json and OUT.md")
     parser.add_argument("--cases", type=int, default=2000, help="comparisons an operator, at least")
     parser.add_argument("--workers", type=int, default=14, help="processes of pytest-xdist")
+    parser.add_argument("--seconds", type=float, help="end the tests after this time; what is not done is missing")
     parser.add_argument("--log", help="pytest's output goes here")
     parser.add_argument("tests", nargs="*", help="files instead of all byte tests")
     arguments = parser.parse_args()
@@ -138,11 +156,9 @@ def main() -> int:
         }  # fmt: skip
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(arguments.workers),
                    "--durations=15", *tests]  # fmt: skip
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        output, code = run(command, environment, arguments.seconds)
         if arguments.log:
-            Path(arguments.log).write_text(done.stdout, encoding="utf-8")
+            Path(arguments.log).write_text(output, encoding="utf-8")
         rows = collect(Path(folder), arguments.cases)
         controls = {
             name: json.loads(path.read_text(encoding="utf-8"))
@@ -150,7 +166,7 @@ def main() -> int:
             if (path := Path(folder, f"control_{name}.json")).exists()
         }
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", done.stdout.splitlines()[-1] if done.stdout else "")
+    counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", output.splitlines()[-1] if output else "")
     names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
     report = {
         "command": " ".join(["python", "scripts/verify_bits.py", *sys.argv[1:]]),
@@ -160,7 +176,7 @@ def main() -> int:
         "triton": triton.__version__,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "seconds": round(time.monotonic() - began),
-        "tests": ", ".join(counts) or f"pytest ended with {done.returncode}",
+        "tests": ", ".join(counts) or f"pytest ended with {code}",
         "operators": rows,
         "negative_controls": controls,
     }
@@ -170,9 +186,9 @@ def main() -> int:
     out.with_suffix(".md").write_text(page(report), encoding="utf-8")
     skipped = HOPPER if torch.version.hip or torch.cuda.get_device_capability() != (9, 0) else ()
     bad = [row["op"] for row in rows if row["status"] != "pass" and row["op"] not in skipped]
-    print("\n".join(line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))))
+    print("\n".join(line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))))
     print(f"{report['tests']}; {report['seconds']} s; not passed: {', '.join(bad) or 'none'}")
-    return done.returncode or bool(bad and not arguments.tests)
+    return code or bool(bad and not arguments.tests)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,21 @@ def test_buckets_cover_and_never_shrink():
     assert ends[:16] == list(range(1, 17)) and len(set(ends)) < 120
 
 
+def test_token_counts_of_a_bucket_share_a_class_except_in_small_gradients():
+    def classes(n: int, k: int) -> int:
+        found = set()
+        for tokens in (1793, 1800, 1820, 1920):  # one bucket
+            dy, x = (torch.empty(tokens, size, dtype=torch.bfloat16, device="meta") for size in (n, k))
+            found.add(cublaslt.shape_class(dy.t(), x, torch.bfloat16, False))
+        return len(found)
+
+    assert cublaslt.bucket(1793) == cublaslt.bucket(1920)
+    assert (classes(4096, 512), classes(4096, 504)) == (1, 4)
+    forward = [torch.empty(t, 64, dtype=torch.bfloat16, device="meta") for t in (1793, 1920)]
+    w = torch.empty(32, 64, dtype=torch.bfloat16, device="meta")
+    assert len({cublaslt.shape_class(x, w.t(), torch.bfloat16, False) for x in forward}) == 1
+
+
 def test_unaligned_operands_never_reach_the_library():
     x, w = torch.zeros(5, 64, dtype=torch.bfloat16), torch.zeros(32, 64, dtype=torch.bfloat16)
     assert cublaslt.aligned(x, w.t())

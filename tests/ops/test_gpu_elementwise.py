@@ -16,11 +16,12 @@ pytestmark = [
 ]
 
 
-def test_rms_norm_rows_do_not_notice_batch_or_launch():
+@pytest.mark.parametrize("part", range(4))
+def test_rms_norm_rows_do_not_notice_batch_or_launch(part):
     from rl_kernel.ops.rms_norm import triton as op
 
-    tally, source = Tally("rms_norm"), rng(1)
-    while tally.cases < CASES:
+    tally, source = Tally(f"rms_norm_{part}"), rng(1 + 100 * part)
+    while tally.cases < CASES // 4:
         h = source.choice([64, 128, 896, 1024, 2048, 4096, 5120])
         t = rows(source, 8192 if h <= 2048 else 4096)
         seed = source.randrange(1 << 30)
@@ -53,13 +54,14 @@ def test_rms_norm_rows_do_not_notice_batch_or_launch():
     tally.done()
 
 
-def test_rope_fused_with_norm_equals_both_after_each_other():
+@pytest.mark.parametrize("part", range(3))
+def test_rope_fused_with_norm_equals_both_after_each_other(part):
     from rl_kernel.ops.rms_norm import triton as norm
     from rl_kernel.ops.rope import triton as op
 
-    tally, source = Tally("rope"), rng(2)
+    tally, source = Tally(f"rope_{part}"), rng(2 + 100 * part)
     cache = torch.randn(4096, 128, device="cuda")
-    while tally.cases < CASES:
+    while tally.cases < CASES // 3:
         heads, k_heads, dim = source.choice(
             [(1, 1, 64), (2, 1, 128), (8, 2, 64), (14, 2, 64), (32, 1, 128), (32, 8, 128), (40, 8, 128)]
         )
