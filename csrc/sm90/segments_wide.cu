@@ -25,6 +25,7 @@ static_assert(kBytesSubtree == kTileM * kTileN * 4 && kBytesPart <= kBytesStage)
 struct Wide : Segments {
   uint8_t* scratch;
   int length;  // tiles of k of a segment
+  int spread;  // log2 of the tiles of k from one quarter of a subtree that goes out to the next
   int zero;    // 0, which the compiler does not know
 };
 
@@ -174,7 +175,8 @@ __device__ __forceinline__ void consume(const Wide& task, uint32_t base, uint8_t
 #pragma unroll
     for (int i = 0; i < 16; ++i) add_shared(mine + i * kRow, right + 4 * i);
   };
-  // What is kept goes outside: the right half at once, the left one quarter by quarter.
+  // What is kept goes outside: the right half at once, the left one quarter by quarter under the tiles of k of a chain;
+  // under its last one the producer learns that all is there, so that the chain's end does not wait for the L2.
   const auto send_right = [&](int which) {
     fence_async();
     __syncwarp();
@@ -185,24 +187,28 @@ __device__ __forceinline__ void consume(const Wide& task, uint32_t base, uint8_t
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
   };
-  const auto send_left = [&](int which, int quarter) {
-    uint8_t* to = subtrees + which * kBytesSubtree + warp * 12 * kRow + lane * 16;
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      if (quarter == q) {
-#pragma unroll
-        for (int i = 4 * q; i < 4 * q + 4; ++i) {
-          __stcg(reinterpret_cast<float4*>(to + (i < 12 ? i * kRow : kBytesPart + (i - 12) * kRow)),
-                 make_float4(even[4 * i], even[4 * i + 1], even[4 * i + 2], even[4 * i + 3]));
-        }
-      }
-    }
-  };
   const auto sent = [&](int which) {
     fence_async();
     if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     __syncwarp();
     if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(base + kOutside + which * 8) : "memory");
+  };
+  const auto send_left = [&](int which, int kt) {
+    uint8_t* to = subtrees + which * kBytesSubtree + warp * 12 * kRow + lane * 16;
+    const int quarter = kt >> task.spread;
+    if (kt == quarter << task.spread && quarter < 4) {
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        if (quarter == q) {
+#pragma unroll
+          for (int i = 4 * q; i < 4 * q + 4; ++i) {
+            __stcg(reinterpret_cast<float4*>(to + (i < 12 ? i * kRow : kBytesPart + (i - 12) * kRow)),
+                   make_float4(even[4 * i], even[4 * i + 1], even[4 * i + 2], even[4 * i + 3]));
+          }
+        }
+      }
+    }
+    if (kt + 1 == task.length) sent(which);
   };
   // (left, right) += what is kept, if so, then what is outside.
   const auto add_subtree = [&](bool kept) {
@@ -233,7 +239,6 @@ __device__ __forceinline__ void consume(const Wide& task, uint32_t base, uint8_t
       ring.chain(left, right, task.length, [&](int kt) {
         if (Count == 8 && four > 0) send_left(1, kt);
       });
-      if (Count == 8 && four > 0) sent(1);
       keep();
       ring.chain(left, right, task.length, [](int) {});
       if constexpr (Count > 2) {
@@ -246,7 +251,6 @@ __device__ __forceinline__ void consume(const Wide& task, uint32_t base, uint8_t
         }
         send_right(0);
         ring.chain(left, right, task.length, [&](int kt) { send_left(0, kt); });
-        sent(0);
         keep();
         ring.chain(left, right, task.length, [](int) {});
         add_subtree(true);
@@ -334,6 +338,8 @@ void segments_wide(Matrix a, Matrix b, bool transposed, int count, int parts, fl
                              std::to_string(kLeastTiles * kTileK) + ", not " + std::to_string(task.length * kTileK) +
                              "; sm90_segments takes shorter ones");
   }
+  // The last quarter goes out under tile 12, 6 or 3, which never comes after the last one.
+  task.spread = task.length >= 20 ? 2 : task.length >= 10 ? 1 : 0;
   by_segments(count, transposed, [&](auto number, auto mn) { launch_wide<number(), mn()>(task, scratch_size, stream); });
 }
 
