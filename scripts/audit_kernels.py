@@ -96,7 +96,8 @@ def calls(family: str, sample: bool) -> Iterator[tuple[str, Callable[[], object]
             yield "attention backward", lambda: sm90.backward(q40, q40, kv, kv, q40, t40, cu, cu, 0.1, 5)
     norm, rope, swiglu, embedding = (backend(name) for name in ("rms_norm", "rope", "swiglu", "embedding"))
     yield "rms_norm", lambda: norm.forward(empty(64, h), empty(h), 1e-6, empty(64, h))
-    yield "rms_norm", lambda: norm.backward(empty(64, h), None, empty(64, h), empty(h), empty(64, dtype=F32))
+    for dres in (None, empty(64, h)):
+        yield "rms_norm", partial(norm.backward, empty(64, h), dres, empty(64, h), empty(h), empty(64, dtype=F32))
     position, angles = torch.zeros(64, dtype=torch.int64), empty(64, 128, dtype=F32)
     yield (
         "rope",

@@ -121,3 +121,30 @@ def test_tree_of_two_element_sums_is_not_a_layout_ordered_sum():
         logp.leaf_stats(torch.empty(4, 1024), None, 1024)
     assert not audit.findings(launches[0], "sm90").problems
     assert triton_utils.log2_exact(128) == 7
+
+
+@pytest.mark.parametrize("family", ["sm90", "gfx942"])
+@pytest.mark.parametrize("h", [2048, 4096, 8192])
+def test_backward_of_the_norm_keeps_its_rows_in_registers(h, family):
+    from rl_kernel.ops.rms_norm import triton as norm
+
+    x, w, rstd = torch.empty(64, h, dtype=torch.bfloat16), torch.empty(h, dtype=torch.bfloat16), torch.empty(64)
+    for dres, table in ((None, "rms_norm_backward"), (x, "add_rms_norm_backward")):
+        with audit.record(family) as launches:
+            norm.backward(x, dres, x, w, rstd)
+            row = triton_utils.launch_row(table, h)
+        report = audit.findings(launches[0], family)
+        assert not report.problems, (table, report.problems)
+        assert (report.constants["ROWS"], report.constants["num_warps"]) == (row["rows"], row["warps"])
+
+
+def test_a_spill_of_the_backward_with_residual_is_found():
+    from rl_kernel.ops.rms_norm import triton as norm
+
+    x, w = torch.empty(64, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
+    with (
+        audit.record("sm90") as launches,
+        triton_utils.override_launch("add_rms_norm_backward", {"rows": 4, "warps": 8}),
+    ):
+        norm.backward(x, x, x, w, torch.empty(64))
+    assert "spills" in " ".join(audit.findings(launches[0], "sm90").problems)

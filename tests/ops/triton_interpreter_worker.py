@@ -78,10 +78,14 @@ def elementwise():
     dx, dw = norm.backward(dy, dres, out, w, rstd)
     exact_dw = (dy.double() * out.double() * torch.rsqrt(out.double().pow(2).mean(-1, keepdim=True) + 1e-6)).sum(0)
     found["rms_norm backward error of the weight"] = error(dw, exact_dw)
-    for count in (1, 4):
-        with triton_utils.override_launch("rms_norm_backward", {"warps": 1, "rows": count}):
-            again = norm.backward(dy, dres, out, w, rstd)
-        found[f"rms_norm backward, {count} rows at a time"] = same(again[0], dx) and same(again[1], dw)
+    # 67 rows: more than one partial sum of the weight, the second of which ends inside a group of rows.
+    many, many_rstd = (randn(67, 96), randn(67, 96), randn(67, 96)), torch.rand(67) + 0.5
+    for table, a, b in (("add_rms_norm_backward", many[0], many[1]), ("rms_norm_backward", many[0], None)):
+        once = norm.backward(a, b, many[2], w, many_rstd)
+        for count in (1, 2, 4):
+            with triton_utils.override_launch(table, {"warps": 1, "rows": count}):
+                again = norm.backward(a, b, many[2], w, many_rstd)
+            found[f"{table}, {count} rows at a time"] = same(again[0], once[0]) and same(again[1], once[1])
     found["rms_norm backward error"] = error(dx, s.grad + dres.double())
     with triton_utils.override_launch("add_rms_norm", {"block": 512, "warps": 1}):
         found["rms_norm rows"] = same(norm.forward(x[2:], w, 1e-6, r[2:])[0], y[2:])

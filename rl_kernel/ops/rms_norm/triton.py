@@ -260,7 +260,8 @@ def backward(
     p = next_power_of_2(h)
     with device_guard(x):
         if rows:
-            launch = launch_row("rms_norm_backward", h)
+            # A gradient of the residual is a third tensor under way: registers for fewer rows at a time.
+            launch = launch_row("rms_norm_backward" if dres is None else "add_rms_norm_backward", h)
             _backward[(blocks,)](
                 dy, dres, x, weight, rstd.reshape(-1).contiguous(), dx, partial, rows, x.stride(0),
                 h, p, ROWS_A_PARTIAL, launch["rows"], dres is not None,
