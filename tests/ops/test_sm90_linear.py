@@ -106,8 +106,8 @@ def test_gradient_of_x(n, k, segments, parts):
 
 @pytest.mark.parametrize("segments", [2, 4, 8])
 def test_lengths_of_segments(segments):
-    """K of 64 to 1280 a segment (each spread of subtrees that go out), tiles whose last rows and columns are missing, and
-    the limit of the wide kernel."""
+    """K of 64 to 1280 a segment (each spread of a subtree going out), tiles whose last rows and columns are missing,
+    and the limit of the wide kernel."""
     for size in (64, 128, 192, 256, 320, 640, 1280):
         x, w = heavy(333, size * segments, seed=size), heavy(776, size * segments, seed=1)
         expected = chains(x, w.t(), segments)
