@@ -124,7 +124,7 @@ def test_tree_of_two_element_sums_is_not_a_layout_ordered_sum():
 
 
 @pytest.mark.parametrize("family", ["sm90", "gfx942"])
-@pytest.mark.parametrize("h", [2048, 4096, 8192])
+@pytest.mark.parametrize("h", [2048, 4096])
 def test_backward_of_the_norm_keeps_its_rows_in_registers(h, family):
     from rl_kernel.ops.rms_norm import triton as norm
 
