@@ -3,7 +3,7 @@
 
     python scripts/verify_bits.py --out reports/gpu_bits_h200 [--cases 2000] [--workers 14] [TEST FILES]
 
-Runs the byte tests (``tests/ops/test_gpu_*.py``) with pytest-xdist, the workers spread over the GPUs that are visible.
+Runs the byte tests (``tests/ops/test_{gpu,sm90}_*.py``) with pytest-xdist, the workers spread over the GPUs that are visible.
 Each operator's test counts its comparisons; OUT.json and OUT.md add them up. Status: ``pass``, ``failure`` (a byte
 differs; the first one is named), ``missing`` (its test left no count: skipped, ended early). The exit code is pytest's,
 or 1 when an operator is missing or has fewer cases than asked for.
@@ -46,6 +46,7 @@ OPERATORS = {
     "linear_logp_hopper": "default on H100 / H200: kept, recomputed, fused loss, against library and Triton",
     "sampling": "token and log-probability",
 }
+TESTS = ("test_gpu_*.py", "test_sm90_li*.py")
 HOPPER = ("linear_hopper", "attention_hopper", "linear_logp_hopper")
 CONTROLS = {
     "cublas": "default cuBLAS, first and last row alone against the batch",
@@ -146,7 +147,7 @@ def main() -> int:
     import triton
 
     tests = arguments.tests or sorted(
-        str(path.relative_to(ROOT)) for path in (ROOT / "tests/ops").glob("test_gpu_*.py")
+        str(path.relative_to(ROOT)) for glob in TESTS for path in (ROOT / "tests/ops").glob(glob)
     )
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
