@@ -3,7 +3,7 @@
 
     python scripts/verify_bits.py --out reports/gpu_bits_h200 [--cases 2000] [--workers 14] [TEST FILES]
 
-Runs the byte tests (``tests/ops/test_{gpu,sm90}_*.py``) with pytest-xdist, the workers spread over the GPUs that are visible.
+Runs the byte tests (``tests/ops/test_{gpu,sm90}_*.py``) with pytest-xdist, the workers spread over all visible GPUs.
 Each operator's test counts its comparisons; OUT.json and OUT.md add them up. Status: ``pass``, ``failure`` (a byte
 differs; the first one is named), ``missing`` (its test left no count: skipped, ended early). The exit code is pytest's,
 or 1 when an operator is missing or has fewer cases than asked for.
