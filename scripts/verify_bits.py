@@ -5,8 +5,8 @@
 
 Runs the byte tests (``tests/ops/test_{gpu,sm90}_*.py``) with pytest-xdist, the workers spread over all visible GPUs.
 Each operator's test counts its comparisons; OUT.json and OUT.md add them up. Status: ``pass``, ``failure`` (a byte
-differs; the first one is named), ``missing`` (its test left no count: skipped, ended early). The exit code is pytest's,
-or 1 when an operator is missing or has fewer cases than asked for.
+differs; the first ones are named), ``missing`` (its test left no count), ``ended early``, ``too few cases``. Failed
+tests are listed, counted or not. The exit code is pytest's, or 1 when an operator has not passed.
 """
 
 from __future__ import annotations
@@ -67,19 +67,22 @@ def collect(folder: Path, cases: int) -> list[dict[str, Any]]:
         record = json.loads(path.read_text(encoding="utf-8"))
         op = operator_of(record["op"])
         row = rows.setdefault(
-            op, {"op": op, "cases": 0, "elements": 0, "cases_differing": 0, "kinds": {}, "first": None}
+            op,
+            {"op": op, "cases": 0, "elements": 0, "cases_differing": 0, "kinds": {}, "failures": [], "unfinished": 0},
         )
+        row["unfinished"] += not record["finished"]
         for key in ("cases", "elements", "cases_differing"):
             row[key] += record[key]
         for kind, count in record["kinds"].items():
             row["kinds"][kind] = row["kinds"].get(kind, 0) + count
-        row["first"] = row["first"] or record["first"]
+        row["failures"] += record["failures"]
         probe = record.get("probe")
         if probe:
             row["probe_replaced"] = row.get("probe_replaced", 0) + len(probe.get("replaced", ()))
     for row in rows.values():
         few = row["cases"] < cases
-        row["status"] = "failure" if row["cases_differing"] else "too few cases" if few else "pass"
+        ended = "ended early" if row["unfinished"] else "too few cases"
+        row["status"] = "failure" if row["cases_differing"] else ended if few or row["unfinished"] else "pass"
     return [rows.get(op, {"op": op, "status": "missing"}) for op in OPERATORS]
 
 
@@ -103,8 +106,10 @@ def page(report: dict[str, Any]) -> str:
         kinds = "; ".join(f"{kind} {count}" for kind, count in row.get("kinds", {}).items())
         lines.append(
             f"| {row['op']} | {OPERATORS[row['op']]} | {row.get('cases', 0):,} | {row.get('elements', 0):,} | "
-            f"{row.get('cases_differing', '')} | {row['status']} | {row.get('first') or kinds} |"
+            f"{row.get('cases_differing', '')} | {row['status']} | {('; '.join(row.get('failures', ())) or kinds)} |"
         )
+    if report["failed"]:
+        lines += ["\nFailed tests:\n", *(f"- {name}" for name in report["failed"])]
     lines.append("\nNegative controls, elements that differ:\n")
     for name, what in CONTROLS.items():
         found = report["negative_controls"].get(name)
@@ -161,6 +166,8 @@ def main() -> int:
         if arguments.log:
             Path(arguments.log).write_text(output, encoding="utf-8")
         rows = collect(Path(folder), arguments.cases)
+        names = Path(folder, "failed.txt")
+        failed = names.read_text(encoding="utf-8").splitlines() if names.exists() else []
         controls = {
             name: json.loads(path.read_text(encoding="utf-8"))
             for name in CONTROLS
@@ -168,16 +175,17 @@ def main() -> int:
         }
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", output.splitlines()[-1] if output else "")
-    names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
+    cards = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
     report = {
         "command": " ".join(["python", "scripts/verify_bits.py", *sys.argv[1:]]),
         "commit": commit.strip() or os.environ.get("RLK_COMMIT", "unknown"),
-        "gpu": f"{torch.cuda.device_count()} x {', '.join(names)}",
+        "gpu": f"{torch.cuda.device_count()} x {', '.join(cards)}",
         "torch": torch.__version__,
         "triton": triton.__version__,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "seconds": round(time.monotonic() - began),
         "tests": ", ".join(counts) or f"pytest ended with {code}",
+        "failed": failed,
         "operators": rows,
         "negative_controls": controls,
     }
@@ -187,7 +195,7 @@ def main() -> int:
     out.with_suffix(".md").write_text(page(report), encoding="utf-8")
     skipped = HOPPER if torch.version.hip or torch.cuda.get_device_capability() != (9, 0) else ()
     bad = [row["op"] for row in rows if row["status"] != "pass" and row["op"] not in skipped]
-    print("\n".join(line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))))
+    print("\n".join(failed))
     print(f"{report['tests']}; {report['seconds']} s; not passed: {', '.join(bad) or 'none'}")
     return code or bool(bad and not arguments.tests)
 

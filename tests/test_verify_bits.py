@@ -20,9 +20,11 @@ def script():
 
 
 def record(folder, op, cases, differing=0, kind="rows", **extra):
-    first = "rows: 1 of 8 elements, (3, 5)" if differing else None
+    failures = ["rows: 1 of 8 elements, (3, 5)"] if differing else []
     body = {"op": op, "cases": cases, "elements": 8 * cases, "cases_differing": differing, "kinds": {kind: cases}}
-    (folder / f"bits_{op}.json").write_text(json.dumps({**body, "first": first, **extra}), encoding="utf-8")
+    (folder / f"bits_{op}.json").write_text(
+        json.dumps({**body, "failures": failures, "finished": True, **extra}), encoding="utf-8"
+    )
 
 
 def test_parts_add_up_and_gaps_are_named(script, tmp_path):
@@ -30,18 +32,28 @@ def test_parts_add_up_and_gaps_are_named(script, tmp_path):
     record(tmp_path, "attention_1", 50, kind="pages")
     record(tmp_path, "attention_backward_0", 200, differing=1)
     record(tmp_path, "attention_fa3_2", 30)
+    record(tmp_path, "swiglu", 150, finished=False)
     record(tmp_path, "linear", 100, probe={"replaced": {"class": "1 differs"}})
     rows = {row["op"]: row for row in script.collect(tmp_path, 100)}
     assert list(rows) == list(script.OPERATORS)
     assert (rows["attention"]["cases"], rows["attention"]["status"]) == (110, "pass")
     assert rows["attention"]["kinds"] == {"rows": 60, "pages": 50}
-    assert rows["attention_backward"]["status"] == "failure" and "(3, 5)" in rows["attention_backward"]["first"]
+    assert rows["attention_backward"]["status"] == "failure" and "(3, 5)" in rows["attention_backward"]["failures"][0]
     assert rows["attention_fa3"]["status"] == "too few cases"
     assert rows["linear"]["probe_replaced"] == 1
+    assert rows["swiglu"]["status"] == "ended early"
     assert rows["rope"]["status"] == "missing"
     about = dict.fromkeys(("command", "commit", "gpu", "torch", "triton", "date", "seconds", "tests"), "-")
-    page = script.page({**about, "operators": list(rows.values()), "negative_controls": {"sdpa": {"100": 396}}})
-    assert "**1 of 440 cases differ**" in page
+    page = script.page(
+        {
+            **about,
+            "failed": ["test_a: 'no'"],
+            "operators": list(rows.values()),
+            "negative_controls": {"sdpa": {"100": 396}},
+        }
+    )
+    assert "**1 of 590 cases differ**" in page
+    assert "- test_a: 'no'" in page
     assert "by position: 100: 396" in page and "against the batch: missing" in page
 
 

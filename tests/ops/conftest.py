@@ -72,6 +72,15 @@ def pytest_configure(config):
         config.gpu_stderr = os.fdopen(os.dup(2), "w")
 
 
+def pytest_runtest_logreport(report):
+    """Failed tests in RLK_REPORT_DIR/failed.txt at once: a run that is ended early still says which they were."""
+    folder = os.environ.get("RLK_REPORT_DIR")
+    if folder and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        with open(os.path.join(folder, "failed.txt"), "a", encoding="utf-8") as file:
+            file.write(f"{report.nodeid}: {getattr(crash, 'message', report.when)[:300]!r}\n")
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item):
     """A kernel that hangs ends the run after RLK_TEST_SECONDS (default 300) with the stacks, on the GPU only.

@@ -149,8 +149,11 @@ def test_linear_logp(part, monkeypatch):
         if source.random() < 0.3:
             # From -0, which adds nothing to anything, it is the sum that rounds to dW. Padding is left alone.
             main_grad, real = torch.full(w.shape, -0.0, device="cuda"), common["global_vocab_size"]
-            found = run(accumulate_main_grad=True)[4].bfloat16()
-            tally.equal(found[:real], kept[4][:real], "main_grad from zero", what)
+            dw = kept[4].clone()
+            found = run(accumulate_main_grad=True)
+            compare(found[:4], kept[:4], names[:4], "main_grad instead of dW")
+            tally.equal(found[4].bfloat16()[:real], dw[:real], "main_grad from zero", what)
+            tally.equal(kept[4], dw, "dW stays as it is", what)
             main_grad.normal_()
             sums = [run(mib=mib, accumulate_main_grad=True)[4] for mib in (512, 1)]
             tally.equal(*sums, "main_grad, both schedules", what)
