@@ -359,6 +359,15 @@ class Run:
         print("\n".join(bench_linear_logp_table.comparison(json.loads(Path(self.args.out + ".json").read_text()))))
 
 
+def said(command: list[str]) -> str:
+    """What a program prints, nothing where it is missing or fails."""
+    try:
+        root = Path(__file__).resolve().parents[1]
+        return subprocess.run(command, capture_output=True, text=True, cwd=root, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
 def facts(args: argparse.Namespace) -> dict[str, Any]:
     """What a report names besides its figures."""
     import torch
@@ -366,9 +375,11 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     card = "CPU"
     if args.device == "cuda":
-        lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().splitlines()
+        if not torch.cuda.is_available():
+            raise SystemExit("bench_linear_logp.py times a GPU, and torch sees none")
+        lines = said(query).splitlines()
         card = lines[0] if lines else torch.cuda.get_device_name()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = said(["git", "rev-parse", "--short", "HEAD"])
     versions = {}
     names = ["torch", "triton", "nvidia-cutlass-dsl", *(PEERS[key].distribution for key in args.peers)]
     for name in dict.fromkeys(names):

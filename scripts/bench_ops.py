@@ -77,7 +77,14 @@ def measure_all(args: argparse.Namespace) -> None:
     timer.warming = args.warm
     torch.manual_seed(0)
     cublaslt.setup()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_ops.py times a GPU, and torch sees none")
+    try:
+        git = ["git", "rev-parse", "--short", "HEAD"]
+        root = Path(__file__).resolve().parents[1]
+        commit = subprocess.run(git, capture_output=True, text=True, cwd=root).stdout.strip()
+    except OSError:
+        commit = ""
     report = {
         "command": " ".join(["python", *sys.argv]),
         "commit": commit or os.environ.get("RLK_COMMIT", "unknown"),

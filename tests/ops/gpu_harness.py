@@ -16,6 +16,7 @@ BF16 = torch.bfloat16
 def where(left: torch.Tensor, right: torch.Tensor) -> str:
     """Which rows and columns differ, and the first two values."""
     view = {4: torch.int32, 2: torch.int16, 8: torch.int64}[left.element_size()]
+    left, right = torch.atleast_1d(left), torch.atleast_1d(right)
     at = (left.contiguous().view(view) != right.contiguous().view(view)).reshape(left.shape[0], -1).nonzero()
     rows, columns = at[:, 0].unique(), at[:, 1].unique()
     i, j = at[0].tolist()

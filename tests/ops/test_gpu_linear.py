@@ -146,12 +146,12 @@ def test_gradients_of_weights_by_token_counts_unlike_the_probes():
 
     lib, tally, source = library(), Tally("linear_backward_tokens"), rng(14)
     shapes = [*QWEN, *SHARDS, (768, 4096), (4096, 512), (2048, 1024)]
-    largest = {size: data(4096, size, seed=size) for size in {x for shape in shapes for x in shape}}
+    largest = {size: data(8192, size, seed=size) for size in {x for shape in shapes for x in shape}}
     while tally.cases < CASES // 4:
         n, k = source.choice(shapes if source.random() < 0.2 else shapes[4:])
         assert n * k >= cublaslt.MANY_TILES
-        m = rows(source, 4096)
-        first = source.randrange(4097 - m)
+        m = rows(source, 8192)
+        first = source.randrange(8193 - m)
         dy, x = largest[n][first : first + m], largest[k][first : first + m]
         out = source.choice([BF16, torch.float32])
         right, what = own.wgrad(dy, x, out_dtype=out), (n, k, m, out)
