@@ -7,9 +7,9 @@ namespace rlk::sm90 {
 
 // Values by row, [T] or [T, leaves]; null where an operator does not use them.
 struct Rows {
-  const int64_t* targets = nullptr;  // local columns, -1 where another rank owns the target
+  const int64_t* targets = nullptr;  // global columns where `start` is one, else local ones; -1: another rank owns it
   const float* temperatures = nullptr;  // null: 1
-  int64_t start = 0;  // local column of the first column at hand
+  int64_t start = 0;  // column of the first one at hand, global or local as targets are
   int columns = 0;    // columns at hand that are real vocabulary
   int leaves = 0;
   float *leaf_max = nullptr, *leaf_sum = nullptr, *leaf_mean = nullptr, *target_logit = nullptr;

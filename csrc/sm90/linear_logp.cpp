@@ -154,8 +154,8 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
   STD_TORCH_CHECK(!dw.has_value() || (dw->dim() == 2 && dw->size(0) >= columns && dw->size(1) == width),
                   "dw must be [>= columns, H]");
   STD_TORCH_CHECK(segments > 0 && (segments & (segments - 1)) == 0 && segment_columns * segments >= columns &&
-                      (segments == 1 || segment_columns % 64 == 0),
-                  "segments: a power of two of them, each a multiple of 64 columns, that cover all columns");
+                      (segments == 1 || segment_columns % kLeafColumns == 0),
+                  "segments: a power of two of them, each a multiple of 128 columns, that cover all columns");
   const int32_t real = aoti_torch_dtype_float32(), half = aoti_torch_dtype_bfloat16();
   const Slots slots(ints, longs, reals, tokens, tempered);
   const cudaStream_t stream = stream_of(picked);

@@ -12,11 +12,6 @@ namespace {
 
 constexpr int kWarps = 8;
 
-void check_launch(const char* what) {
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
-}
-
 __device__ __forceinline__ float temperature_of(const Rows& rows, int64_t row) {
   return rows.temperatures == nullptr ? 1.0f : rows.temperatures[row];
 }
@@ -491,7 +486,7 @@ void tree_nodes(Rows rows, const float* m, const int* ranges, int count, float* 
   if (tokens == 0 || count == 0) return;
   const dim3 grid(blocks(tokens, kWarps), static_cast<unsigned>(count));
   nodes_kernel<<<grid, kWarps * 32, 0, stream>>>(rows, m, ranges, nodes, tokens);
-  check_launch("subtrees of leaves");
+  check(cudaGetLastError(), "subtrees of leaves");
 }
 
 void finish(float* nodes, int slots, const int* merges, int count, int root, const float* m, const float* target_logit,
@@ -499,7 +494,7 @@ void finish(float* nodes, int slots, const int* merges, int count, int root, con
   if (tokens == 0) return;
   finish_kernel<<<blocks(tokens, 128), 128, 0, stream>>>(
       nodes, slots, merges, count, root, m, target_logit, out, tokens);
-  check_launch("root of the vocabulary tree");
+  check(cudaGetLastError(), "root of the vocabulary tree");
 }
 
 void gradient_in_place(Rows rows, Upstream upstream, Matrix kept, cudaStream_t stream) {
@@ -514,13 +509,13 @@ void logits_statistics(Rows rows, Matrix logits, cudaStream_t stream) {
   const dim3 grid(blocks(rows.leaves, kWarps), static_cast<unsigned>(logits.rows < 32768 ? logits.rows : 32768));
   logits_kernel<<<grid, kWarps * 32, 0, stream>>>(
       rows, static_cast<const float*>(logits.data), logits.rows, logits.cols, logits.stride);
-  check_launch("statistics of logits");
+  check(cudaGetLastError(), "statistics of logits");
 }
 
 void elementwise(const float* x, float* y, int64_t count, bool logarithm, cudaStream_t stream) {
   if (count == 0) return;
   elementwise_kernel<<<blocks(count, 256), 256, 0, stream>>>(x, y, count, logarithm);
-  check_launch("exp or log");
+  check(cudaGetLastError(), "exp or log");
 }
 
 }  // namespace rlk::sm90

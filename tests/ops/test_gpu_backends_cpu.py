@@ -139,3 +139,24 @@ def test_manifest_names_the_kernels_of_packed_attention(monkeypatch):
     x, cu = torch.zeros(4, 2, 128, dtype=torch.bfloat16), torch.tensor([0, 4], dtype=torch.int32)
     assert hopper.choose("forward", x, x, x, cu, cu) is None
     assert registry.resolved()["attention"] == "forward: 1 x Triton (cpu is not a Hopper GPU)"
+
+
+@pytest.mark.parametrize(("vocabulary", "ranks"), [(151936, 8), (151936, 4), (128256, 4), (151936, 2), (500, 8)])
+def test_hopper_schedules_are_the_same_on_ranks_with_and_without_padding(vocabulary, ranks):
+    """Each chunk of tokens and each schedule is a collective of its own."""
+    from types import SimpleNamespace
+
+    from rl_kernel.ops.linear_logp import sm90, sm90_schedules
+    from rl_kernel.ops.logp.vocab_tree import VocabLayout
+
+    step = -(-vocabulary // (128 * ranks)) * 128
+    layout = VocabLayout(tuple(step * r for r in range(ranks + 1)), vocabulary)
+    none = torch.empty(0)
+    calls = [
+        sm90_schedules.Call(none, None, layout, -100, ranks, SimpleNamespace(rank=lambda r=r: r)) for r in range(ranks)
+    ]
+    for tokens in (1, 796, 11200, 14571, 15807, 21270, 60000, 400000):
+        assert len({sm90_schedules._chunk_rows(call, tokens, 4096) for call in calls}) == 1
+        assert len({call.kept_bytes(tokens) for call in calls}) == 1
+    # What each rank has itself would not do.
+    assert len({sm90.kept_columns(call.columns) for call in calls}) > 1 or step * ranks == vocabulary

@@ -34,7 +34,6 @@ class Call:
     ignore_index: int
     segments: int
     group: dist.ProcessGroup | None
-    accumulate: bool = False  # dW is added to weight.main_grad
 
     @property
     def rank(self) -> int:
@@ -51,8 +50,14 @@ class Call:
     def local_segments(self) -> list[tuple[int, int]]:
         return self.layout.local_segments(self.rank, self.segments)
 
+    @property
+    def most_columns(self) -> int:
+        """Of any rank. It chooses schedules, not :attr:`columns`: ranks with other chunks would not meet."""
+        return max(self.layout.columns(rank) for rank in range(self.layout.ranks))
+
     def kept_bytes(self, tokens: int) -> int:
-        return 2 * tokens * sm90.kept_columns(self.columns)
+        """At most, on any rank."""
+        return 2 * tokens * sm90.kept_columns(self.most_columns)
 
     def select(self, hidden: torch.Tensor, out: torch.Tensor) -> sm90.Slots:
         """The rows that take part. An id outside the vocabulary has no column anywhere: its logp is NaN."""
@@ -196,7 +201,11 @@ class _LinearLogp(torch.autograd.Function):
         call, slots, (need_hidden, need_weight) = ctx.call, ctx.slots, ctx.needs_input_grad[:2]
         kept, stats, ctx.kept, ctx.stats = ctx.kept, ctx.stats, None, None  # a second backward recomputes
         if slots is None:  # no rows
-            dw = torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_weight else None
+            dw, flagged = None, hasattr(ctx.parameter, "grad_added_to_main_grad")
+            if need_weight and (ctx.main_grad is None or flagged):
+                dw = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+            if flagged:
+                ctx.parameter.grad_added_to_main_grad = True
             return weight.new_zeros((0, weight.shape[1])) if need_hidden else None, dw, None, None, None
         main_grad = ctx.main_grad if need_weight else None
         dw = sm90.new_weight_gradient(weight, call.columns) if need_weight and main_grad is None else None
@@ -243,7 +252,7 @@ def run(
     ``temperature``: [T] fp32, or None for 1. ``accumulate``: add the weight's gradient to ``weight.main_grad``.
     """
     group = group if group is not None and group.size() > 1 else None
-    call = Call(targets, temperature, layout, ignore_index, segments, group, accumulate)
+    call = Call(targets, temperature, layout, ignore_index, segments, group)
     needs = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     main_grad = _main_grad(weight) if needs and accumulate and weight.requires_grad else None
     with torch.no_grad():
@@ -312,10 +321,13 @@ class ClippedLoss:
 
 
 def _chunk_rows(call: Call, tokens: int, width: int) -> int:
-    """Tokens of one chunk. Chunks need an fp32 copy of the weight's gradient, so one chunk may use its memory, too."""
+    """Tokens of one chunk, the same on every rank.
+
+    Chunks need an fp32 copy of the weight's gradient, so that one chunk may use its memory, too.
+    """
     leaves = 12 * call.layout.max_leaves()
-    row = 2 * sm90.kept_columns(call.columns) + leaves
-    if tokens * row <= sm90.WORKSPACE_BYTES + 4 * call.columns * width:
+    row = 2 * sm90.kept_columns(call.most_columns) + leaves
+    if tokens * row <= sm90.WORKSPACE_BYTES + 4 * call.most_columns * width:
         return tokens
     return max(256, sm90.WORKSPACE_BYTES // row // 256 * 256)
 
