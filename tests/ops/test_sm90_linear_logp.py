@@ -15,7 +15,7 @@ from rl_kernel.ops.linear_logp import linear_logp, lm_head, sm90, sm90_schedules
 from rl_kernel.ops.linear_logp.policy import linear_policy_loss
 from rl_kernel.ops.logp.op import logp
 from rl_kernel.ops.logp.vocab_tree import VocabLayout
-from tests.ops.gpu_harness import differing
+from tests.ops.gpu_harness import differing, where
 
 pytestmark = pytest.mark.gpu
 # tokens, hidden, rows of the weight, global vocabulary
@@ -279,6 +279,28 @@ def test_weight_gradient_into_main_grad(mib):
     assert_same([exact.bfloat16(), added_to(before)], [plain.grad, before + exact])
     with pytest.raises(ContractError, match="main_grad"):
         linear_logp(h, plain, t, accumulate_main_grad=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 6])
+def test_main_grad_right_behind_a_large_copy(tokens):
+    """Again and again, with as little as possible between the copy of main_grad and the addition to it."""
+    h, w, t = operands(tokens, 1024, 41984, 40000)
+    w.requires_grad_()
+    upstream = torch.randn(3, tokens, device="cuda")
+
+    def run(**more):
+        out = linear_logp(h, w, t, global_vocab_size=40000, **more)
+        torch.autograd.backward(tuple(out), list(upstream))
+        return [x.detach() for x in out]
+
+    rows = run()
+    expected, nothing = w.grad.clone(), torch.full(w.shape, -0.0, device="cuda")
+    for repeat in range(50):
+        w.grad, w.main_grad = None, nothing.clone()
+        found = run(accumulate_main_grad=True)
+        assert_same(found, rows)
+        rounded = w.main_grad.bfloat16()
+        assert differing(rounded[:40000], expected[:40000]) == 0, (repeat, where(rounded[:40000], expected[:40000]))
 
 
 def test_second_backward_recomputes():
