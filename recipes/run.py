@@ -47,6 +47,12 @@ class Signals(contextlib.AbstractContextManager):
             for number in (signal.SIGINT, signal.SIGTERM):
                 previous = signal.signal(number, self._handle)
                 self._previous.setdefault(number, previous)
+        self.check()
+
+    def check(self) -> None:
+        """End now if a handler has said so in a place, such as a callback of Ray's start, that swallows exceptions."""
+        if self.at_once:
+            raise Stop
 
     def _handle(self, number: int, frame: object) -> None:
         if self.requested or not self.in_step:
@@ -169,6 +175,7 @@ class Run:
             dynamic_ncols=True,
             desc=f"{self.config.algorithm.name} {self.config.consistency.mode}",
         )
+        signals.check()
         signals.in_step = True  # for the whole loop: a signal between two steps must end with a checkpoint as well
         with bar:
             while loop.step < trainer.steps and not signals.requested:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import sys
 
 import pytest
 
@@ -14,7 +17,7 @@ from recipes.config import RunConfig, build_config
 from recipes.errors import CheckpointError, ConfigError, EngineError, WeightSyncError
 from recipes.metrics.logging import differing_keys, read_metrics
 from recipes.reward import summarize
-from recipes.run import Run
+from recipes.run import Run, Signals, Stop
 from tests.recipes import fakes
 from tests.recipes.fakes import FakeTask
 
@@ -360,3 +363,22 @@ def test_training_ranks_that_drift_apart_are_found(tmp_path):
     cluster._gather = two_ranks
     with pytest.raises(WeightSyncError, match=r"sent weights ffffffffffffffff, another training rank .* drifted apart"):
         cluster.sync(1)
+
+
+def test_a_signal_that_python_swallowed_still_ends_the_run(monkeypatch):
+    """What a handler raises inside of a finalizer goes nowhere; Ray's start runs many."""
+    swallowed = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: swallowed.append(found.exc_type))
+
+    class Last:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            sum(range(1000))
+
+    with Signals() as signals:
+        signals.install()
+        last = Last()
+        del last
+        assert swallowed == [Stop] and signals.at_once
+        with pytest.raises(Stop):
+            signals.check()
