@@ -188,8 +188,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   // Readers of the broadcast: the id of the next tile.
   auto next_tile = [&](int& slot, uint32_t& phase, bool signal) {
     barrier_wait(tile_full + slot * 8, phase);
-    int id;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(id) : "r"(tile_ids + slot * 4) : "memory");
+    const int id = read_shared(tile_ids + slot * 4);
     __syncwarp();
     if (signal) barrier_arrive(tile_empty + slot * 8, 0);
     if (++slot == kTileSlots) {
@@ -220,8 +219,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       if (rank == 0) schedule();
       while (true) {
         barrier_wait(tile_full + slot * 8, phase);
-        int id;
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(id) : "r"(tile_ids + slot * 4) : "memory");
+        const int id = read_shared(tile_ids + slot * 4);
         barrier_arrive(tile_empty + slot * 8, 0);
         if (++slot == kTileSlots) {
           slot = 0;

@@ -65,6 +65,15 @@ __device__ __forceinline__ void barrier_expect_remote(uint32_t barrier, uint32_t
       : "memory");
 }
 
+// A value that another block of the cluster will replace once told that it has been read. Acquire: what follows, an arrival
+// above all, waits until the value is here. A plain load is only under way then, and where stores fill the memory pipe it stays
+// so for longer than the replacement takes.
+__device__ __forceinline__ int read_shared(uint32_t address) {
+  int value;
+  asm volatile("ld.acquire.cta.shared::cta.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
 // Store 4 bytes to the same offset in member `rank`, completing 4 bytes of the transaction count of its `barrier`.
 __device__ __forceinline__ void store_remote(uint32_t address, uint32_t value, uint32_t barrier, uint32_t rank) {
   asm volatile(
@@ -75,6 +84,10 @@ __device__ __forceinline__ void store_remote(uint32_t address, uint32_t value, u
       "r"(value), "r"(barrier), "r"(rank)
       : "memory");
 }
+
+// Ordinary reads and writes of this thread before it come before bulk copies after it, and the other way round.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -31,8 +31,6 @@ struct Wide : Segments {
 
 using Stage = RingStage<kDeep>;
 
-// Ordinary reads and writes before it come before bulk copies after it, and the other way round.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 __device__ __forceinline__ void store_bulk(void* to, uint32_t from, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
@@ -57,6 +55,7 @@ struct Ring {
   }
   // The stage that all threads of the warpgroup have read.
   __device__ __forceinline__ void give_back() {
+    fence_async_shared();  // what comes next is a bulk copy
     named_barrier(1 + own, 128);
     release(at.index);
     at.next();
