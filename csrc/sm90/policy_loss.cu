@@ -1,5 +1,5 @@
 // The fused policy loss: losses of tokens with their gradients and metrics, and the scale of gradients that are made early.
-#include "launch_blocks.cuh"
+#include "dependent.cuh"
 #include "token_loss.h"
 
 #include <cuda_bf16.h>
@@ -37,6 +37,8 @@ __global__ void __launch_bounds__(kTokenThreads) token_losses_kernel(TokenLosses
   constexpr int kTokenWarps = kTokenThreads / 32;
   __shared__ float sums[kTokenMetrics][kTokenWarps];
   __shared__ bool last;
+  await_previous();
+  let_next_start();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kTokenThreads + threadIdx.x;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float metrics[kTokenMetrics] = {};
@@ -74,6 +76,8 @@ __global__ void __launch_bounds__(kTokenThreads) token_losses_kernel(TokenLosses
 
 // x *= bf16(*factor), rounded to bf16; nothing is read where the factor is 1. 8 values a thread and step.
 __global__ void __launch_bounds__(256) scale_kernel(__nv_bfloat16* x, const float* factor, int64_t count) {
+  await_previous();
+  let_next_start();
   const float by = __bfloat162float(__float2bfloat16_rn(*factor));
   if (by == 1.0f) return;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * 256, thread = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
@@ -93,12 +97,12 @@ __global__ void __launch_bounds__(256) scale_kernel(__nv_bfloat16* x, const floa
 
 void token_losses(TokenLosses task, cudaStream_t stream) {
   if (task.tokens == 0) return;
-  launch_blocks("losses of tokens", token_losses_kernel, {blocks(task.tokens, kTokenThreads), kTokenThreads}, stream, task);
+  launch_dependent("losses of tokens", token_losses_kernel, {blocks(task.tokens, kTokenThreads), kTokenThreads}, stream, task);
 }
 
 void scale(void* x, const float* factor, int64_t count, cudaStream_t stream) {
   if (count == 0) return;
-  launch_blocks("scale of gradients", scale_kernel, {std::min(blocks(count, 2048), 1056u), 256}, stream,
+  launch_dependent("scale of gradients", scale_kernel, {std::min(blocks(count, 2048), 1056u), 256}, stream,
                    static_cast<__nv_bfloat16*>(x), factor, count);
 }
 

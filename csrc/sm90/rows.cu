@@ -1,6 +1,6 @@
 // Kernels over rows of the vocabulary: merge of leaves, gradients in place, statistics of materialised logits.
 #include "arith.cuh"
-#include "launch_blocks.cuh"
+#include "dependent.cuh"
 
 #include <algorithm>
 #include <climits>
@@ -102,6 +102,8 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(
     Rows rows, int64_t tokens, const int64_t* order, float* out, int64_t total) {
   __shared__ float2 groups[kMostGroups];  // subtrees of 32 leaves
   __shared__ float tops[kMergeWarps];
+  await_previous();
+  let_next_start();
   const int64_t row = blockIdx.x;
   if (row >= active_of(rows.active, rows.skipped, tokens)) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, leaves = rows.leaves, count = (leaves + 31) / 32;
@@ -218,6 +220,8 @@ __device__ __forceinline__ void set_zeros(const Upstream& upstream) {
 }
 
 __global__ void __launch_bounds__(128) row_table_kernel(Rows rows, Upstream upstream, int64_t tokens, float* table) {
+  await_previous();
+  let_next_start();
   set_zeros(upstream);
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (slot >= active_of(rows.active, rows.skipped, tokens)) return;
@@ -236,6 +240,8 @@ __global__ void __launch_bounds__(256) gradient_kernel(
   __shared__ RowGrad grads[kRowsPerThread];
   __shared__ LeafGrad leaves[kRowsPerThread][32];
   __shared__ int targets[kRowsPerThread];
+  await_previous();
+  let_next_start();
   set_zeros(upstream);
   const int64_t active = active_of(rows.active, rows.skipped, tokens);
   const int64_t first = static_cast<int64_t>(blockIdx.x % row_blocks) * kRowsPerThread, end = (active + 63) / 64 * 64;
@@ -296,6 +302,8 @@ constexpr int kPrepareBlocks = 528, kCopies = 8, kTargetsAhead = 8;  // four blo
 __global__ void __launch_bounds__(256) prepare_kernel(Prepare task, int each, unsigned chunks) {
   __shared__ int counts[2][kWarps];
   __shared__ int slots[kPrepareMost];
+  await_previous();
+  let_next_start();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * each;
   const int here = static_cast<int>(task.tokens - first < each ? task.tokens - first : each);
@@ -384,6 +392,8 @@ __global__ void __launch_bounds__(256) prepare_kernel(Prepare task, int each, un
 // out[row] = bf16(values[place[row]]), 0 where place is -1; 8 values a thread.
 __global__ void __launch_bounds__(256) place_kernel(
     const float* values, const int* place, __nv_bfloat16* out, int64_t rows, int64_t chunks) {
+  await_previous();
+  let_next_start();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   if (at >= rows * chunks) return;
   const int64_t row = at / chunks, from = place[row];
@@ -400,6 +410,8 @@ __global__ void __launch_bounds__(256) place_kernel(
 }
 
 __global__ void __launch_bounds__(256) add_kernel(float4* left, const float4* right, int64_t count) {
+  await_previous();
+  let_next_start();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   if (at >= count) return;
   const float4 a = left[at], b = __ldcs(right + at);
@@ -453,31 +465,31 @@ __global__ void elementwise_kernel(const float* x, float* y, int64_t count, bool
 void merge(Rows rows, int64_t tokens, const int64_t* order, float* out, int64_t total, cudaStream_t stream) {
   if (tokens == 0) return;
   if (rows.leaves > kMostGroups * 32) throw std::runtime_error("merge of leaves: at most 32768 leaves of 128 columns");
-  launch_blocks("merge of leaves", merge_kernel, {blocks(tokens, 1), kMergeThreads}, stream, rows, tokens, order, out,
+  launch_dependent("merge of leaves", merge_kernel, {blocks(tokens, 1), kMergeThreads}, stream, rows, tokens, order, out,
                    total);
 }
 
 void prepare(Prepare task, cudaStream_t stream) {
   if (task.tokens == 0) return;
   const int64_t each = std::clamp<int64_t>(blocks(task.tokens, kPrepareBlocks), kPrepareLeast, kPrepareMost);
-  launch_blocks("rows that take part", prepare_kernel, {blocks(task.tokens, each), 256}, stream, task,
+  launch_dependent("rows that take part", prepare_kernel, {blocks(task.tokens, each), 256}, stream, task,
                    static_cast<int>(each), static_cast<unsigned>(task.hidden.cols / 8));
 }
 
 void row_table(Rows rows, Upstream upstream, int64_t tokens, float* table, cudaStream_t stream) {
   if (tokens == 0) return;
-  launch_blocks("gradients of rows", row_table_kernel, {blocks(tokens, 128), 128}, stream, rows, upstream, tokens, table);
+  launch_dependent("gradients of rows", row_table_kernel, {blocks(tokens, 128), 128}, stream, rows, upstream, tokens, table);
 }
 
 void place_rows(const float* values, const int* place, Matrix out, cudaStream_t stream) {
   if (out.rows == 0 || out.cols == 0) return;
-  launch_blocks("rounding of rows", place_kernel, {blocks(out.rows * (out.cols / 8), 256), 256}, stream, values, place,
+  launch_dependent("rounding of rows", place_kernel, {blocks(out.rows * (out.cols / 8), 256), 256}, stream, values, place,
                    static_cast<__nv_bfloat16*>(out.data), out.rows, out.cols / 8);
 }
 
 void accumulate(float* left, const float* right, int64_t count, cudaStream_t stream) {
   if (count == 0) return;
-  launch_blocks("sum of segments", add_kernel, {blocks(count / 4, 256), 256}, stream, reinterpret_cast<float4*>(left),
+  launch_dependent("sum of segments", add_kernel, {blocks(count / 4, 256), 256}, stream, reinterpret_cast<float4*>(left),
                    reinterpret_cast<const float4*>(right), count / 4);
 }
 
@@ -500,7 +512,7 @@ void finish(float* nodes, int slots, const int* merges, int count, int root, con
 void gradient_in_place(Rows rows, Upstream upstream, Matrix kept, cudaStream_t stream) {
   if (kept.rows == 0 || kept.stride == 0) return;
   const unsigned across = blocks(kept.stride, kColumnsPerBlock), row_blocks = blocks(kept.rows, kRowsPerThread);
-  launch_blocks("gradient of kept logits", gradient_kernel, {across * row_blocks, 256}, stream, rows, upstream,
+  launch_dependent("gradient of kept logits", gradient_kernel, {across * row_blocks, 256}, stream, rows, upstream,
                    static_cast<__nv_bfloat16*>(kept.data), kept.rows, static_cast<int>(kept.stride), row_blocks, across);
 }
 

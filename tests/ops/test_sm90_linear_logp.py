@@ -281,10 +281,13 @@ def test_weight_gradient_into_main_grad(mib):
         linear_logp(h, plain, t, accumulate_main_grad=True)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 6])
-def test_main_grad_right_behind_a_large_copy(tokens):
-    """Again and again, with as little as possible between the copy of main_grad and the addition to it."""
+@pytest.mark.parametrize("tokens", [1, 3, 6, 42])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_no_tile_is_lost_between_long_stores(tokens, ignored):
+    """Next to no products, and stores that read first: the id of the next tile is read before another replaces it."""
     h, w, t = operands(tokens, 1024, 41984, 40000)
+    if ignored:
+        t = torch.full_like(t, -100)  # no products at all
     w.requires_grad_()
     upstream = torch.randn(3, tokens, device="cuda")
 
