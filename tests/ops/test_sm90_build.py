@@ -8,12 +8,59 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import triton
 
 from rl_kernel.ops.linear_logp import sm90
 from rl_kernel.registry import Request
 
 SOURCES = Path(__file__).parents[2] / "csrc" / "sm90"
 FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute_90a,code=sm_90a"]
+
+
+def disassembled(cubin: Path) -> list[str]:
+    """One listing a kernel, with the encoding of each instruction; none without a disassembler (CUDA's or Triton's)."""
+    beside = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool = shutil.which("cuobjdump") or (str(beside) if beside.exists() else None)
+    if tool is None:
+        return []
+    run = subprocess.run([tool, "--dump-sass", str(cubin)], capture_output=True, text=True, check=True)
+    return run.stdout.split("Function : ")[1:]
+
+
+def overtaken(kernel: str) -> list[str]:
+    """Loads from shared memory of one kernel's listing that an arrival at an mbarrier may overtake.
+
+    Arrivals do not queue behind loads. A load names one of six counters (7: that of the next load or shuffle), and
+    instructions say for which counters they wait: on every path from a load to an arrival one must wait for the load's,
+    or a fence in front of bulk copies, which is done after the loads before it. Otherwise whoever has waited for the
+    arrival may replace what the load has yet to read.
+    """
+    encoded = r"/\*([0-9a-f]{4,})\*/\s+(\S.*?)\s*;\s+/\* 0x\w{16} \*/\s+/\* 0x(\w{16}) \*/"
+    code = [(at, text, int(high, 16)) for at, text, high in re.findall(encoded, kernel)]
+    place = {int(at, 16): i for i, (at, _, _) in enumerate(code)}
+    found = []
+    for start, (at, load, high) in enumerate(code):
+        if not re.search(r"\bLDS\b", load):
+            continue
+        ahead, seen = [(start + 1, high >> 46 & 7)], set()
+        while ahead:
+            i, counter = ahead.pop()
+            if i == len(code) or (i, counter) in seen:
+                continue
+            seen.add((i, counter))
+            to, text, high = code[i]
+            if high >> 52 & 63 & 1 << counter or "FENCE.VIEW.ASYNC" in text:
+                continue
+            if "SYNCS.ARRIVE" in text:
+                found.append(f"{at} {load} | {to} {text}")
+                continue
+            if counter == 7 and re.search(r"\b(LDS|SHFL)\b", text):
+                counter = high >> 46 & 7
+            if branch := re.search(r"\bBRA\b.*\b0x([0-9a-f]+)$", text):
+                ahead.append((place[int(branch[1], 16)], counter))
+            if not re.match(r"BRA 0x|EXIT|RET", text):
+                ahead.append((i + 1, counter))
+    return found
 
 
 @pytest.mark.slow
@@ -35,17 +82,47 @@ def test_compiles_without_spills(tmp_path, name):
     assert spills and max(spills) <= (16 if name == "segments_wide" else 0), run.stderr
     # The compiler says so when it waits for each matrix product before it issues the next.
     assert "(C75" not in run.stderr and "serialized" not in run.stderr, run.stderr
-    disassembler = shutil.which("cuobjdump")
-    if name.startswith("gemm") and disassembler:
-        listing = subprocess.run([disassembler, "--dump-sass", str(cubin)], capture_output=True, text=True).stdout
-        assert listing.count("HGMMA.64x256x16.F32.BF16") == {"gemm": 16, "gemm_gradient": 8, "gemm_statistics": 8}[name]
+    kernels = disassembled(cubin)
+    assert not [found for kernel in kernels for found in overtaken(kernel)]
+    if name.startswith("gemm") and kernels:
+        products = sum(kernel.count("HGMMA.64x256x16.F32.BF16") for kernel in kernels)
+        assert products == {"gemm": 16, "gemm_gradient": 8, "gemm_statistics": 8}[name]
         # Acquires of a wider scope empty the L1. The cluster's barriers at either end of a kernel do, and waiting for
         # blocks of dh after their products, which come before those of dw; nothing else may, above all not the loops
         # over k.
-        for kernel in listing.split("Function : ")[1:]:
-            products = [m.start() for m in re.finditer("HGMMA", kernel)]
-            emptied = kernel[products[0] : products[-1]].count("CCTL.IVALL")
+        for kernel in kernels:
+            places = [m.start() for m in re.finditer("HGMMA", kernel)]
+            emptied = kernel[places[0] : places[-1]].count("CCTL.IVALL")
             assert emptied <= (2 if "gemm_kernelILi2ELi2E" in kernel else 0), kernel[:100]
+
+
+READER = """
+#include "ptx.cuh"
+using namespace rlk::sm90;
+__global__ void __cluster_dims__(2, 1, 1) kernel(int* out) {
+  __shared__ uint64_t barrier;
+  __shared__ int value;
+  int seen;
+  READ
+  barrier_arrive(smem_address(&barrier), 0);
+  out[threadIdx.x] = seen;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_an_arrival_that_may_overtake_a_load_is_found(tmp_path):
+    plain = r'asm volatile("ld.shared.b32 %0, [%1];" : "=r"(seen) : "r"(smem_address(&value)) : "memory");'
+    found = []
+    for read in (plain, "seen = read_shared(smem_address(&value));"):
+        source, cubin = tmp_path / "reader.cu", tmp_path / "reader.cubin"
+        source.write_text(READER.replace("READ", read), encoding="utf-8")
+        subprocess.run(["nvcc", *FLAGS, f"-I{SOURCES}", "-cubin", "-o", str(cubin), str(source)], check=True)
+        kernels = disassembled(cubin)
+        if not kernels:
+            pytest.skip("needs cuobjdump")
+        found.append(len(overtaken(kernels[0])))
+    assert found == [1, 0]
 
 
 def test_a_cpu_machine_says_what_is_missing():
