@@ -84,6 +84,11 @@ def test_compiles_without_spills(tmp_path, name):
     assert "(C75" not in run.stderr and "serialized" not in run.stderr, run.stderr
     kernels = disassembled(cubin)
     assert not [found for kernel in kernels for found in overtaken(kernel)]
+    # Kernels that may start before the one in front has ended wait for it ahead of their first access to memory.
+    dependent = re.findall(r'launch_dependent\("[^"]*", (\w+)', (SOURCES / f"{name}.cu").read_text(encoding="utf-8"))
+    for kernel in [kernel for kernel in kernels if any(each in kernel.split()[0] for each in dependent)]:
+        before, waits, _ = kernel.partition("ACQBULK")
+        assert waits and not re.search(r"\b(LDG?|STG?|ATOM\w*|RED\w*)\.", before), kernel[:100]
     if name.startswith("gemm") and kernels:
         products = sum(kernel.count("HGMMA.64x256x16.F32.BF16") for kernel in kernels)
         assert products == {"gemm": 16, "gemm_gradient": 8, "gemm_statistics": 8}[name]
