@@ -99,15 +99,22 @@ __device__ __forceinline__ void put_shared(uint32_t at, const float* x) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 
-// x = what waits there + x
-__device__ __forceinline__ void add_shared(uint32_t at, float* x) {
+__device__ __forceinline__ float4 get_shared(uint32_t at) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
+  return v;
+}
+
+// x = v + x
+__device__ __forceinline__ void add_to(float4 v, float* x) {
   x[0] = __fadd_rn(v.x, x[0]);
   x[1] = __fadd_rn(v.y, x[1]);
   x[2] = __fadd_rn(v.z, x[2]);
   x[3] = __fadd_rn(v.w, x[3]);
 }
+
+// x = what waits there + x
+__device__ __forceinline__ void add_shared(uint32_t at, float* x) { add_to(get_shared(at), x); }
 
 // fp32 of one thread's 64 x 128 accumulators: row and column of its first value.
 __device__ __forceinline__ void store_floats(const float (&acc)[64], const Segments& task, int row, int column) {

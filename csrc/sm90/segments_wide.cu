@@ -3,29 +3,34 @@
 // Tiles of 128 x 256 a block, a cluster of two shares B: all registers of a consumer hold one segment. What waits for its
 // neighbour in the tree waits with its left half in registers and its right half in shared memory, one segment or one
 // subtree at a time. A subtree that must make room goes to memory that stays in the L2, under the products of the next
-// segment, and comes back through the ring of stages behind the last tile of k of the segment that it is added to.
+// segment, and comes back through the ring of stages behind the last tile of k of the segment that it is added to; an
+// eighth of a subtree of two stays in shared memory.
 // Each segment is one chain over ascending k from zero, so neither tiles nor scheduling change a bit.
 #include "segments.cuh"
 
 namespace rlk::sm90 {
 namespace {
 
-constexpr int kDeep = 3, kBytesWaiting = 2 * 64 * 128 * 4;
-constexpr int kWaiting = kDeep * kBytesStage, kFull = kWaiting + kBytesWaiting, kEmpty = kFull + kDeep * 8;
+constexpr int kDeep = 3, kBytesWaiting = 2 * 64 * 128 * 4, kBytesSpare = kBytesWaiting / 4;
+constexpr int kWaiting = kDeep * kBytesStage, kSpare = kWaiting + kBytesWaiting, kFull = kSpare + kBytesSpare;
+constexpr int kEmpty = kFull + kDeep * 8;
 constexpr int kOutside = kEmpty + kDeep * 8;  // [2]: subtrees of two, of four have been written
 constexpr int kBytesAll = kFull + 256 + 1024;
 constexpr int kLeastTiles = 4;  // of k in a segment: a subtree goes out in quarters under as many of them
 
 // A subtree of one block outside: 3 parts that fit into a stage each, [warp][row][lane] of 16 bytes, by columns of the
-// accumulators: rows 0 to 11 of the left half; 12 to 15 of it and 0 to 7 of the right one; 8 to 15 of the right one.
+// accumulators. Of four segments: rows 0 to 11 of the left half; 12 to 15 of it and 0 to 7 of the right one; 8 to 15 of
+// the right one. Of two: rows 0 to 11 of the left half, whose last four stay; 0 to 11 of the right one; 12 to 15 of it.
+constexpr int kTwo = 0, kFour = 1;
 constexpr int kRow = 32 * 16, kBytesPart = 8 * 12 * kRow, kBytesTail = 8 * 8 * kRow;
-constexpr int kBytesSubtree = 2 * kBytesPart + kBytesTail;
-static_assert(kBytesSubtree == kTileM * kTileN * 4 && kBytesPart <= kBytesStage);
+constexpr int kBytesTailOfTwo = kBytesTail / 2, kBytesSubtree = 2 * kBytesPart + kBytesTail;
+static_assert(kBytesSubtree == kTileM * kTileN * 4 && kBytesPart <= kBytesStage && kBytesSpare == 8 * 4 * kRow);
 
 struct Wide : Segments {
   uint8_t* scratch;
   int length;  // tiles of k of a segment
   int spread;  // log2 of the tiles of k from one quarter of a subtree that goes out to the next
+  int told;    // tile of k under which the producer learns that a subtree is outside
   int zero;    // 0, which the compiler does not know
 };
 
@@ -34,10 +39,54 @@ using Stage = RingStage<kDeep>;
 __device__ __forceinline__ void store_bulk(void* to, uint32_t from, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
+// The first copy finds its map in the cache.
+__device__ __forceinline__ void fetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 __device__ __forceinline__ void load_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                "r"(bytes), "r"(barrier)
                : "memory");
+}
+
+// x = rows of shared memory + x, four loads under way at a time; Put: the sums take their place.
+template <int Rows, bool Put = false>
+__device__ __forceinline__ void add_rows(uint32_t at, float* x) {
+  constexpr int kBatch = 4;
+#pragma unroll
+  for (int i = 0; i < Rows; i += kBatch) {
+    float4 v[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) v[j] = get_shared(at + (i + j) * kRow);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) add_to(v[j], x + 4 * (i + j));
+    if constexpr (Put) {
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) put_shared(at + (i + j) * kRow, x + 4 * (i + j));
+    }
+  }
+}
+
+// 16 x 256 bf16 of one warp, a Stager's 4 KiB for each half: eight loads are under way before the first store.
+__device__ __forceinline__ void flush_tile(
+    uint32_t address, int lane, __nv_bfloat16* out, int rows, int cols, int row, int column) {
+  const int chunk = lane % 16, first = row + lane / 16;
+  __nv_bfloat16* to = out + static_cast<int64_t>(first) * cols + column + chunk * 8;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float4 value[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int r = 2 * i + lane / 16;
+      value[i] = get_shared(address + half * 4096 + r * 256 + ((chunk ^ (r % 8)) * 16));
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (first + 2 * i < rows && column + half * 128 + chunk * 8 < cols) {
+        *reinterpret_cast<float4*>(to + static_cast<int64_t>(2 * i) * cols + half * 128) = value[i];
+      }
+    }
+  }
 }
 
 // What one consumer thread does with the ring.
@@ -104,7 +153,7 @@ __device__ __forceinline__ void produce(const Wide& task, uint32_t base, const u
     const uint8_t* from = subtrees + which * kBytesSubtree;
 #pragma unroll 1
     for (int part = 0; part < 3; ++part) {
-      const int bytes = part < 2 ? kBytesPart : kBytesTail;
+      const int bytes = part < 2 ? kBytesPart : which == kTwo ? kBytesTailOfTwo : kBytesTail;
       barrier_wait(empty + at.index * 8, at.phase ^ 1);
       barrier_expect(full + at.index * 8, bytes);
       load_bulk(base + at.index * kBytesStage, from, bytes, full + at.index * 8);
@@ -160,6 +209,7 @@ __device__ __forceinline__ void consume(const Wide& task, uint32_t base, uint8_t
   Ring<TransposeB> ring{base, own, thread, {}};
   float left[64], right[64], even[64];
 
+  const uint32_t spare = base + kSpare + warp * 4 * kRow + lane * 16;
   const auto keep = [&] {
 #pragma unroll
     for (int i = 0; i < 64; ++i) even[i] = __int_as_float(__float_as_int(left[i]) ^ task.zero);  // a copy that stays one
@@ -170,19 +220,16 @@ __device__ __forceinline__ void consume(const Wide& task, uint32_t base, uint8_t
 #pragma unroll
     for (int i = 0; i < 64; ++i) left[i] = __fadd_rn(even[i], left[i]);
   };
-  const auto add_kept_right = [&] {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) add_shared(mine + i * kRow, right + 4 * i);
-  };
   // What is kept goes outside: the right half at once, the left one quarter by quarter under the tiles of k of a chain;
-  // under its last one the producer learns that all is there, so that the chain's end does not wait for the L2.
+  // under a later one the producer learns that all is there, so that the chain's end does not wait for the L2.
   const auto send_right = [&](int which) {
-    fence_async();
+    fence_async_shared();  // one of all memory would wait for the stores of the last tile
     __syncwarp();
     if (lane == 0) {
       uint8_t* to = subtrees + which * kBytesSubtree + kBytesPart;
-      store_bulk(to + (warp * 12 + 4) * kRow, waiting, 8 * kRow);
-      store_bulk(to + kBytesPart + warp * 8 * kRow, waiting + 8 * kRow, 8 * kRow);
+      const int left_rows = which == kTwo ? 0 : 4, rows = 12 - left_rows, rest = 16 - rows;
+      store_bulk(to + (warp * 12 + left_rows) * kRow, waiting, rows * kRow);
+      store_bulk(to + kBytesPart + warp * rest * kRow, waiting + rows * kRow, rest * kRow);
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
   };
@@ -195,9 +242,10 @@ __device__ __forceinline__ void consume(const Wide& task, uint32_t base, uint8_t
   const auto send_left = [&](int which, int kt) {
     uint8_t* to = subtrees + which * kBytesSubtree + warp * 12 * kRow + lane * 16;
     const int quarter = kt >> task.spread;
-    if (kt == quarter << task.spread && quarter < 4) {
+    const int quarters = which == kTwo ? 3 : 4;
+    if (kt == quarter << task.spread && quarter < quarters) {
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
+      for (int q = 0; q < quarters; ++q) {
         if (quarter == q) {
 #pragma unroll
           for (int i = 4 * q; i < 4 * q + 4; ++i) {
@@ -207,64 +255,70 @@ __device__ __forceinline__ void consume(const Wide& task, uint32_t base, uint8_t
         }
       }
     }
-    if (kt + 1 == task.length) sent(which);
+    if (kt == task.told) sent(which);
   };
-  // (left, right) += what is kept, if so, then what is outside.
-  const auto add_subtree = [&](bool kept) {
-    if (kept) add_kept_left();
+  // (left, right) += what is kept and a subtree of two, or a subtree of four.
+  const auto add_subtree = [&](auto which) {
+    constexpr bool kOfTwo = which() == kTwo;
+    if constexpr (kOfTwo) add_kept_left();
     ring.wait();
     uint32_t part = ring.stage() + warp * 12 * kRow + lane * 16;
-#pragma unroll
-    for (int i = 0; i < 12; ++i) add_shared(part + i * kRow, left + 4 * i);
+    add_rows<12>(part, left);
     ring.give_back();
-    if (kept) add_kept_right();
+    if constexpr (kOfTwo) {
+      add_rows<4>(spare, left + 48);
+      add_rows<16>(mine, right);
+    }
     ring.wait();
     part = ring.stage() + warp * 12 * kRow + lane * 16;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) add_shared(part + i * kRow, left + 48 + 4 * i);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) add_shared(part + (4 + i) * kRow, right + 4 * i);
+    if constexpr (kOfTwo) {
+      add_rows<12>(part, right);
+    } else {
+      add_rows<4>(part, left + 48);
+      add_rows<8>(part + 4 * kRow, right);
+    }
     ring.give_back();
     ring.wait();
-    part = ring.stage() + warp * 8 * kRow + lane * 16;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) add_shared(part + i * kRow, right + 32 + 4 * i);
+    constexpr int kRest = kOfTwo ? 4 : 8;
+    add_rows<kRest>(ring.stage() + warp * kRest * kRow + lane * 16, right + 64 - 4 * kRest);
     ring.give_back();
+  };
+  using Two = std::integral_constant<int, kTwo>;
+  using Four = std::integral_constant<int, kFour>;
+
+  // Two or four segments; under the first one's products a subtree of four leaves.
+  const auto segments_of = [&](auto second) {
+    ring.chain(left, right, task.length, [&](int kt) {
+      if constexpr (second()) send_left(kFour, kt);
+    });
+    keep();
+    ring.chain(left, right, task.length, [](int) {});
+    if constexpr (Count > 2) {
+#pragma unroll
+      for (int i = 0; i < 48; ++i) even[i] = __fadd_rn(even[i], left[i]);
+#pragma unroll
+      for (int i = 48; i < 64; ++i) left[i] = __fadd_rn(even[i], left[i]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) put_shared(spare + i * kRow, left + 48 + 4 * i);
+      add_rows<16, true>(mine, right);
+      send_right(kTwo);
+      ring.chain(left, right, task.length, [&](int kt) { send_left(kTwo, kt); });
+      keep();
+      ring.chain(left, right, task.length, [](int) {});
+      add_subtree(Two{});
+    } else {
+      add_kept_left();
+      add_rows<16>(mine, right);
+    }
   };
 
   for (int id = static_cast<int>(blockIdx.x) / kCluster; id < tiles; id += clusters) {
-#pragma unroll
-    for (int four = 0; four < (Count == 8 ? 2 : 1); ++four) {
-      ring.chain(left, right, task.length, [&](int kt) {
-        if (Count == 8 && four > 0) send_left(1, kt);
-      });
+    segments_of(std::false_type{});
+    if constexpr (Count == 8) {
       keep();
-      ring.chain(left, right, task.length, [](int) {});
-      if constexpr (Count > 2) {
-#pragma unroll
-        for (int i = 0; i < 64; ++i) even[i] = __fadd_rn(even[i], left[i]);
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          add_shared(mine + i * kRow, right + 4 * i);
-          put_shared(mine + i * kRow, right + 4 * i);
-        }
-        send_right(0);
-        ring.chain(left, right, task.length, [&](int kt) { send_left(0, kt); });
-        keep();
-        ring.chain(left, right, task.length, [](int) {});
-        add_subtree(true);
-        if constexpr (Count == 8) {
-          if (four > 0) {
-            add_subtree(false);
-          } else {
-            keep();
-            send_right(1);
-          }
-        }
-      } else {
-        add_kept_left();
-        add_kept_right();
-      }
+      send_right(kFour);
+      segments_of(std::true_type{});
+      add_subtree(Four{});
     }
     const SegmentsPlace place = SegmentsRaster(task.rows, task.cols).at<1>(id, static_cast<int>(cluster_rank()));
     const int first = place.m + own * 64 + (thread / 32) * 16;
@@ -272,10 +326,22 @@ __device__ __forceinline__ void consume(const Wide& task, uint32_t base, uint8_t
       const int row = first + lane / 4, column = place.n + (lane % 4) * 2;
       store_floats(left, task, row, column);
       store_floats(right, task, row, column + 128);
-    } else {
+    } else if constexpr (Count == 8) {  // no registers for the addresses of what follows
       const Stager stager{waiting, lane};
       stager.send(left, static_cast<__nv_bfloat16*>(task.out), task.cols, task.rows, task.cols, first, place.n);
       stager.send(right, static_cast<__nv_bfloat16*>(task.out), task.cols, task.rows, task.cols, first, place.n + 128);
+      __syncwarp();
+    } else {
+      int here = lane;
+      asm volatile("" : "+r"(here));  // keeps addresses from being computed before the loop, where registers are short
+      const Stager of_left{waiting, here}, of_right{waiting + 4096, here};
+      of_left.begin();
+      stage_row(left, 0, of_left);
+      stage_row(left + 2, 1, of_left);
+      stage_row(right, 0, of_right);
+      stage_row(right + 2, 1, of_right);
+      __syncwarp();
+      flush_tile(waiting, here, static_cast<__nv_bfloat16*>(task.out), task.rows, task.cols, first, place.n);
       __syncwarp();
     }
   }
@@ -286,6 +352,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1) 
   extern __shared__ uint8_t raw[];
   const uint32_t base = (smem_address(raw) + 1023) & ~1023u;
   const int group = static_cast<int>(threadIdx.x) / 128, thread = threadIdx.x % 128;
+  if (threadIdx.x == 32) {
+    fetch_map(&task.a);
+    fetch_map(&task.b);
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < kDeep; ++i) {
       barrier_init(base + kFull + i * 8, 1);
@@ -339,6 +409,7 @@ void segments_wide(Matrix a, Matrix b, bool transposed, int count, int parts, fl
   }
   // The last quarter goes out under tile 12, 6 or 3, which never comes after the last one.
   task.spread = task.length >= 20 ? 2 : task.length >= 10 ? 1 : 0;
+  task.told = std::min(task.length - 1, (3 << task.spread) + 3);  // when the stores have long reached the L2
   by_segments(count, transposed, [&](auto number, auto mn) { launch_wide<number(), mn()>(task, scratch_size, stream); });
 }
 
