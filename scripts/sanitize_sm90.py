@@ -79,23 +79,17 @@ for _tokens, _segments in ((5, 1), (16, 4), (30, 1), (64, 2), (64, 8)):
     part(f"few_rows M={_tokens} S={_segments}")(functools.partial(few_rows, _tokens, _segments))
 
 
-def segments(wide: bool, count: int) -> None:
+def segments(count: int) -> None:
     k = 256 * count
     for m, n, transposed, parts in ((130, 264, False, 1), (70, 520, True, 2)):
         a, b = normal(m, k, seed=1), normal(*((k, n) if transposed else (n, k)), seed=2)
         out = torch.empty(m, n, dtype=F32 if transposed else BF16, device="cuda")
-        if wide:
-            processors = torch.cuda.get_device_properties(0).multi_processor_count
-            scratch = torch.empty(processors * (count // 4) * 128 * 256, device="cuda")
-            torch.ops.rlk.sm90_segments_wide(a, b, transposed, count, parts, scratch, out)
-        else:
-            torch.ops.rlk.sm90_segments(a, b, transposed, count, parts, out)
+        torch.ops.rlk.sm90_segments(a, b, transposed, count, parts, out)
         close(out, a.double() @ (b.double() if transposed else b.double().T))
 
 
-for _wide in (False, True):
-    for _count in (2, 4, 8):
-        part(f"{'segments_wide' if _wide else 'segments'} S={_count}")(functools.partial(segments, _wide, _count))
+for _count in (2, 4, 8):
+    part(f"segments S={_count}")(functools.partial(segments, _count))
 
 
 @part("library")

@@ -167,32 +167,18 @@ void library_op(Tensor x, Tensor w, int64_t id, int64_t tile, int64_t swizzle, i
                   static_cast<int>(x.get_device_index()), stream_of(x));
 }
 
-void segments_check(const Tensor& a, const Tensor& b, bool transposed, int64_t segments, int64_t parts, const Tensor& out) {
-  const int64_t depth = b.size(transposed ? 0 : 1), columns = b.size(transposed ? 1 : 0);
-  STD_TORCH_CHECK(a.size(1) == depth && out.dim() == 2 && out.size(0) == a.size(0) && out.size(1) == columns &&
-                      columns % 8 == 0,
-                  "segments: a [M, K], b [N, K] or transposed [K, N], out [M, N], N a multiple of 8");
-  STD_TORCH_CHECK((segments == 2 || segments == 4 || segments == 8) && parts >= 1 && depth > 0 &&
-                      depth % (segments * parts * 64) == 0,
-                  "segments: 2, 4 or 8 segments, whose slice of each part is a multiple of 64");
-}
-
 void segments_op(Tensor a, Tensor b, bool transposed, int64_t count, int64_t parts, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   const bool wide = out.scalar_type() == ScalarType::Float;
   void* to = wide ? static_cast<void*>(floats(out, "out")) : data<void>(out, "out", ScalarType::BFloat16);
-  segments_check(a, b, transposed, count, parts, out);
+  const int64_t depth = b.size(transposed ? 0 : 1), columns = b.size(transposed ? 1 : 0);
+  STD_TORCH_CHECK(a.size(1) == depth && out.dim() == 2 && out.size(0) == a.size(0) && out.size(1) == columns &&
+                      columns % 8 == 0,
+                  "segments: a [M, K], b [N, K] or transposed [K, N], out [M, N], N a multiple of 8");
+  STD_TORCH_CHECK((count == 2 || count == 4 || count == 8) && parts >= 1 && depth > 0 && depth % (count * parts * 64) == 0,
+                  "segments: 2, 4 or 8 segments, whose slice of each part is a multiple of 64");
   segments(matrix(a, "a"), matrix(b, "b"), transposed, static_cast<int>(count), static_cast<int>(parts), to, wide,
            stream_of(a));
-}
-
-void segments_wide_op(Tensor a, Tensor b, bool transposed, int64_t count, int64_t parts, Tensor scratch, Tensor out) {
-  const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
-  const bool wide = out.scalar_type() == ScalarType::Float;
-  void* to = wide ? static_cast<void*>(floats(out, "out")) : data<void>(out, "out", ScalarType::BFloat16);
-  segments_check(a, b, transposed, count, parts, out);
-  segments_wide(matrix(a, "a"), matrix(b, "b"), transposed, static_cast<int>(count), static_cast<int>(parts),
-                floats(scratch, "scratch"), scratch.numel(), to, wide, stream_of(a));
 }
 
 void exp_op(Tensor x, Tensor y) {
@@ -239,9 +225,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
       "sm90_library(Tensor x, Tensor w, int id, int tile, int swizzle, int custom, int stages, int inner, int cluster,"
       " Tensor(a!) out) -> ()");
   m.def("sm90_segments(Tensor a, Tensor b, bool transposed, int segments, int parts, Tensor(a!) out) -> ()");
-  m.def(
-      "sm90_segments_wide(Tensor a, Tensor b, bool transposed, int segments, int parts, Tensor(a!) scratch,"
-      " Tensor(b!) out) -> ()");
   m.def("sm90_exp(Tensor x, Tensor(a!) y) -> ()");
   m.def("sm90_log(Tensor x, Tensor(a!) y) -> ()");
 }
@@ -259,7 +242,6 @@ STABLE_TORCH_LIBRARY_IMPL(rlk, CUDA, m) {
   m.impl("sm90_few_rows", TORCH_BOX(&few_rows_op));
   m.impl("sm90_library", TORCH_BOX(&library_op));
   m.impl("sm90_segments", TORCH_BOX(&segments_op));
-  m.impl("sm90_segments_wide", TORCH_BOX(&segments_wide_op));
   m.impl("sm90_exp", TORCH_BOX(&exp_op));
   m.impl("sm90_log", TORCH_BOX(&log_op));
 }

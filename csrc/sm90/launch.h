@@ -99,10 +99,6 @@ void few_rows(Matrix x, Matrix w, int segments, void* out, bool wide, FewRowsLau
 // out[M, N] = a[M, K] b[N, K]^T, or a[M, K] b[K, N] when transposed. K has `parts` equal parts; segment s is slice s of
 // each part, one chain; 2, 4 or 8 segments merge in a tree. A slice is a multiple of 64, N one of 8.
 void segments(Matrix a, Matrix b, bool transposed, int count, int parts, void* out, bool wide, cudaStream_t stream);
-// The same by tiles of 128 x 256; scratch: 128 x 256 values for each processor and 4 segments. Of 4 or 8 segments each has
-// a K of at least 256.
-void segments_wide(Matrix a, Matrix b, bool transposed, int count, int parts, float* scratch, int64_t scratch_size, void* out,
-                   bool wide, cudaStream_t stream);
 // An algorithm of cuBLASLt by its attributes (CUBLASLT_ALGO_CONFIG_).
 struct LibraryAlgorithm {
   int id = 0;

@@ -85,10 +85,6 @@ __device__ __forceinline__ void store_remote(uint32_t address, uint32_t value, u
       : "memory");
 }
 
-// Ordinary reads and writes of this thread before it come before bulk copies after it, and the other way round.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -35,8 +35,7 @@ def some_launch(source, n, k, segments):
                    "dependent": source.choice([0, 1])}  # fmt: skip
             table = "linear_few_sm90" if segments > 1 else f"linear_few_{n}x{k}_sm90"
             stack.enter_context(override_launch(table, few))
-            narrow = source.choice([0, 1 << 60])
-            stack.enter_context(override_launch("linear_segments_sm90", {"narrow": narrow, "wide": 1 << 60}))
+            stack.enter_context(override_launch("linear_segments_sm90", {"longest": 1 << 60}))
         yield
 
 

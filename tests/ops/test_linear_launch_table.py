@@ -47,27 +47,24 @@ def test_rows_of_named_algorithms():
 
 
 def test_rows_of_segments(monkeypatch):
-    """The kernel by the size of a segment; segments of 4 or 8 too short for ``wide`` go to ``narrow``."""
-    for row in TABLE["linear_segments_sm90"]:
-        assert set(row) == {"upto", "narrow", "wide"} and row["narrow"] % 64 == 0
+    """One launch for segments up to the longest of the row, in slices of whole tiles of k."""
+    assert all(set(row) == {"upto", "longest"} and row["longest"] % 64 == 0 for row in TABLE["linear_segments_sm90"])
     differs: set[str] = set()
     monkeypatch.setattr(sm90, "_probe", lambda: frozenset(differs))
 
-    def kernel(size, segments, parts=1, row=None):
-        monkeypatch.setattr(sm90, "launch_row", lambda *_: row or {"narrow": 0, "wide": 1 << 60})
+    def served(size, segments, parts=1, longest=512):
+        monkeypatch.setattr(sm90, "launch_row", lambda *_: {"longest": longest})
         a = torch.empty(200, size * segments, dtype=torch.bfloat16)
-        return sm90._kernel(a, torch.empty(64, size * segments, dtype=torch.bfloat16), 64, segments, parts)
+        return sm90._one_launch(a, torch.empty(64, size * segments, dtype=torch.bfloat16), 64, segments, parts)
 
-    for size in (64, 128, 192):
-        assert [kernel(size, s) for s in (2, 4, 8)] == ["wide", "narrow", "narrow"]
-        assert [kernel(size, s, row={"narrow": 0, "wide": 0}) for s in (2, 4, 8)] == [None] * 3
-    for parts in (1, 2, 4):
-        assert [kernel(256, s, parts) for s in (2, 4, 8)] == ["wide"] * 3
-        assert kernel(256, 4, parts, {"narrow": 0, "wide": 0}) == (None if parts == 1 else "narrow")
-    assert kernel(128, 8, 2) == "narrow" and kernel(128, 8, 4) is None  # slices of 64, of 32
-    assert kernel(512, 8, row={"narrow": 512, "wide": 1 << 60}) == "narrow"
-    differs.add("narrow")
-    assert kernel(192, 4) is None and kernel(256, 4) == "wide"
+    for segments in (2, 4, 8):
+        assert served(64, segments) and served(512, segments) and not served(576, segments) and not served(96, segments)
+        assert served(576, segments, longest=1 << 60)
+        assert served(1024, segments, parts=2)  # of several parts the library has no product
+    assert served(128, 8, 2) and not served(128, 8, 4)  # slices of 64, of 32
+    assert not served(512, 3) and not served(512, 1)
+    differs.add("segments")
+    assert not served(64, 4)
 
 
 @pytest.mark.parametrize("fault", ["missing", "differs", None])

@@ -26,13 +26,12 @@ CHAIN = {"BM": 64, "BN": 64, "BK": 64, "warps": 4, "stages": 3, "swap": 0, "grou
 
 
 @contextlib.contextmanager
-def launches(w=None, kernel="wide", rows=32, per_processor=1, dependent=0):
+def launches(w=None, rows=32, per_processor=1, dependent=0):
     """All products that these kernels can compute go to them; ``w`` [N, K]: those of one segment with it too."""
     few = {"rows": rows, "per_processor": per_processor, "dependent": dependent}
-    segments = {"narrow": (kernel == "narrow") << 60, "wide": 1 << 60}
     with contextlib.ExitStack() as stack:
         stack.enter_context(override_launch("linear_few_sm90", {**few, "rows": 32}))
-        stack.enter_context(override_launch("linear_segments_sm90", segments))
+        stack.enter_context(override_launch("linear_segments_sm90", {"longest": 1 << 60}))
         if w is not None:
             stack.enter_context(override_launch("linear_few_{}x{}_sm90".format(*w.shape), few))
         yield
@@ -68,11 +67,11 @@ def test_products(n, k, segments):
     for m in ROWS:
         x = heavy(m, k, seed=m)
         expected = chains(x, w.t(), segments)
-        for kernel, rows, per_processor, dependent in (("wide", 32, 1, 0), ("narrow", 64, 1, 1), ("wide", 32, 2, 1)):
-            with launches(w, kernel, rows, per_processor, dependent):
+        for how in ((32, 1, 0), (64, 1, 1), (32, 2, 1)):
+            with launches(w, *how):
                 found = sm90.matmul(x, w, segments=segments, out_dtype=F32)
-                assert differing(found, expected) == 0, (m, kernel, rows)
-                assert differing(sm90.matmul(x, w, segments=segments), expected.bfloat16()) == 0, (m, kernel, rows)
+                assert differing(found, expected) == 0, (m, how)
+                assert differing(sm90.matmul(x, w, segments=segments), expected.bfloat16()) == 0, (m, how)
         assert differing(sm90.matmul(x, w, segments=segments, out_dtype=F32), expected) == 0, (m, "table")
         other += differing(found, chains(x, w.t(), 2 if segments == 1 else segments // 2))
     assert other > 0
@@ -81,10 +80,9 @@ def test_products(n, k, segments):
 @pytest.mark.parametrize("segments", [2, 4, 8])
 def test_triton_agrees(segments):
     x, w = heavy(796, 4096, seed=2), heavy(1024, 4096, seed=1)
-    for kernel in ("narrow", "wide"):
-        with launches(w, kernel):
-            found = sm90.matmul(x, w, segments=segments)
-        assert differing(found, triton.matmul(x, w, segments=segments)) == 0
+    with launches(w):
+        found = sm90.matmul(x, w, segments=segments)
+    assert differing(found, triton.matmul(x, w, segments=segments)) == 0
 
 
 @pytest.mark.parametrize("segments", [2, 4, 8])
@@ -95,30 +93,25 @@ def test_gradient_of_x(n, k, segments, parts):
     for m in (1, 65, 300, 1024, 1820):
         dy = heavy(m, n, seed=m)
         expected = chains(dy, w, segments, parts)
-        for kernel in ("narrow", "wide"):
-            with launches(w, kernel):
-                found = sm90.dgrad(dy, w, segments=segments, parts=parts, out_dtype=F32)
-                rounded = sm90.dgrad(dy, w, segments=segments, parts=parts)
-            assert differing(found, expected) == 0, (m, kernel)
-            assert differing(rounded, expected.bfloat16()) == 0, (m, kernel)
+        with launches(w):
+            found = sm90.dgrad(dy, w, segments=segments, parts=parts, out_dtype=F32)
+            rounded = sm90.dgrad(dy, w, segments=segments, parts=parts)
+        assert differing(found, expected) == 0, m
+        assert differing(rounded, expected.bfloat16()) == 0, m
         assert differing(sm90.dgrad(dy, w, segments=segments, parts=parts, out_dtype=F32), expected) == 0, (m, "table")
 
 
 @pytest.mark.parametrize("segments", [2, 4, 8])
 def test_lengths_of_segments(segments):
-    """K of 64 to 1280 a segment (each spread of a subtree going out), tiles whose last rows and columns are missing,
-    and the limit of the wide kernel."""
+    """K of 64 to 1280 a segment, tiles whose last rows and columns are missing, again and again."""
     for size in (64, 128, 192, 256, 320, 640, 1280):
         x, w = heavy(333, size * segments, seed=size), heavy(776, size * segments, seed=1)
         expected = chains(x, w.t(), segments)
-        for kernel in ("narrow", "wide"):
-            with launches(w, kernel):
+        for _ in range(10):
+            with launches(w):
                 found = sm90.matmul(x, w, segments=segments, out_dtype=F32)
                 turned = sm90.dgrad(x, w.t().contiguous(), segments=segments, out_dtype=F32)
-            assert differing(found, expected) == 0 and differing(turned, expected) == 0, (size, kernel)
-        if segments > 2 and size < sm90.SHORTEST_WIDE:
-            with pytest.raises(RuntimeError, match="at least 256"):
-                sm90._wide(x, w, torch.empty(333, 776, device="cuda"), False, segments, 1)
+            assert differing(found, expected) == 0 and differing(turned, expected) == 0, size
     assert differing(expected, chains(x, w.t(), 1)) > 0
 
 
@@ -128,9 +121,8 @@ def test_strided_rows():
     for segments in (2, 8):
         right = chains(x, part.t(), segments).bfloat16()
         for m in (33, 500):
-            for kernel in ("narrow", "wide"):
-                with launches(part, kernel):
-                    assert differing(sm90.matmul(x[:m], part, segments=segments), right[:m]) == 0
+            with launches(part):
+                assert differing(sm90.matmul(x[:m], part, segments=segments), right[:m]) == 0
 
 
 def test_sizes_that_other_kernels_serve(monkeypatch):
@@ -208,14 +200,14 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
     x, w = heavy(300, 2048, seed=1), heavy(512, 2048, seed=2)
     right = chains(x, w.t(), 4).bfloat16()
     wrong = lambda a, b, out, *rest: out.zero_()  # noqa: E731
-    monkeypatch.setitem(sm90._SEGMENTED, "wide", wrong)
+    monkeypatch.setattr(sm90, "_segments", wrong)
     monkeypatch.setattr(cublaslt, "_verdicts", dict(cublaslt._verdicts))
     sm90._probe.cache_clear()
     try:
         with pytest.warns(UserWarning, match="not used"), launches():
             assert differing(sm90.matmul(x, w, segments=4), right) == 0
-        assert sm90._probe() == {"wide"}
-        assert any("wide" in name for name in cublaslt.report()["replaced"])
+        assert sm90._probe() == {"segments"}
+        assert any("segments" in name for name in cublaslt.report()["replaced"])
     finally:
         sm90._probe.cache_clear()
 

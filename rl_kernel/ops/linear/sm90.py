@@ -1,9 +1,7 @@
 """Matrix products on Hopper: our kernels (csrc/sm90) where they are the fastest, the library elsewhere.
 
 * at most 64 rows: ``few_rows``, segments included; for one segment in the shapes that the launch table names;
-* K in 2, 4 or 8 segments and more rows: ``segments`` (tiles of 128 x 128, everything on the chip) where tiles are few
-  or segments short, ``segments_wide`` (128 x 256, subtrees in the L2 under the products of the next segment) elsewhere.
-  One launch each.
+* K in 2, 4 or 8 segments and more rows: ``segments``, one launch (tiles of 128 x 128, the tree on the chip).
 
 Which kernel serves what is data, so speed alone changes with it. Rows of the launch table:
 
@@ -14,8 +12,8 @@ Which kernel serves what is data, so speed alone changes with it. Rows of the la
 * ``linear_library_NxK_sm90`` for one segment and bf16 results, by M: an algorithm of cuBLASLt by its attributes where
   the library's own choice is slower (id 0: its own choice). Rows name single values of M, those that were
   measured, and serve cuBLASLt 13.1 alone: with another version the library chooses, slower at these sizes;
-* ``linear_segments_sm90`` by tiles of 128 x 256: the longest segment that ``narrow`` and, if not, that ``wide`` serves;
-  of 4 or 8 segments that are too short for ``wide``, ``narrow`` serves them in its place.
+* ``linear_segments_sm90`` by tiles of 128 x 256: the longest segment that ``segments`` serves; longer ones
+  are a product of the library each.
 
 Bits: all kernels have the contract's. Each is compared with the Triton backend when this backend is first asked for;
 one that differs is not used (a warning, :func:`rl_kernel.cublaslt.report` and the fallback count name it). So it is
@@ -40,7 +38,6 @@ from rl_kernel.triton_utils import has_launch_rows, launch_row
 __all__ = ["add_product", "dgrad", "matmul", "product", "supports", "wgrad"]
 
 FEW_ROWS = 64
-SHORTEST_WIDE = 256  # segment of segments_wide, of 4 or 8: subtrees leave under its products
 # The launch table's numbers of algorithms are those of cuBLASLt 13.1. Elsewhere they may mean nothing, and a tile that
 # the library does not have has been seen to end the process (SIGFPE inside the library).
 ALGORITHM_VERSION = 1301
@@ -61,32 +58,21 @@ def _readable(x: torch.Tensor) -> bool:
     return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _few(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, segments: int, how: dict[str, int]) -> torch.Tensor:
     torch.ops.rlk.sm90_few_rows(x, w, segments, how["rows"], how["per_processor"], bool(how["dependent"]), out)
     return out
 
 
-def _narrow(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, transposed: bool, segments: int, parts: int) -> None:
+def _segments(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, transposed: bool, segments: int, parts: int
+) -> torch.Tensor:
     torch.ops.rlk.sm90_segments(a, b, transposed, segments, parts, out)
-
-
-def _wide(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, transposed: bool, segments: int, parts: int) -> None:
-    size = _processors(a.device) * (segments // 4) * 128 * 256
-    scratch = torch.empty(size, dtype=torch.float32, device=a.device)
-    torch.ops.rlk.sm90_segments_wide(a, b, transposed, segments, parts, scratch, out)
-
-
-_SEGMENTED = {"narrow": _narrow, "wide": _wide}
+    return out
 
 
 @functools.cache
 def _probe() -> frozenset[str]:
-    """Kernels whose bits differ from the Triton backend's, compared once a process: "few 8 rows 32", "wide", ..."""
+    """Kernels whose bits differ from the Triton backend's, compared once a process: "few 8 rows 32", "segments", ..."""
     generator = torch.Generator(device="cuda").manual_seed(0)
 
     def empty(*shape: int) -> torch.Tensor:  # engines build their models under another default dtype
@@ -117,14 +103,11 @@ def _probe() -> frozenset[str]:
             how = {"rows": rows, "per_processor": 1, "dependent": 0}
             found = _few(x, w, empty(m, 272), segments, how)
             compare(f"few {m} rows {rows}", found, expected(x, w.t(), segments))
-    a, w = heavy(200, 8 * SHORTEST_WIDE), heavy(528, 8 * SHORTEST_WIDE)
+    a, w = heavy(200, 2048), heavy(528, 2048)
     for transposed, b in ((False, w), (True, w.t().contiguous())):
         for segments in (2, 4, 8):
-            right = expected(a, w.t(), segments)
-            for name, run in _SEGMENTED.items():
-                found = empty(200, 528)
-                run(a, b, found, transposed, segments, 1)
-                compare(name, found, right)
+            found = _segments(a, b, empty(200, 528), transposed, segments, 1)
+            compare("segments", found, expected(a, w.t(), segments))
     bad = {name: count for name, count in counts.items() if count}
     if bad:
         cublaslt.replace({f"linear sm90 {name}": f"{count} elements differ" for name, count in bad.items()})
@@ -181,19 +164,16 @@ def algorithm(
     return row if known else None
 
 
-def _kernel(a: torch.Tensor, b: torch.Tensor, columns: int, segments: int, parts: int) -> str | None:
-    """The kernel for several segments and many rows, or ``None``."""
+def _one_launch(a: torch.Tensor, b: torch.Tensor, columns: int, segments: int, parts: int) -> bool:
+    """Whether the kernel for several segments and many rows serves this product."""
     m, k = a.shape
     if segments not in (2, 4, 8) or m == 0 or k == 0 or k % (segments * parts * 64) or columns % 8:
-        return None
+        return False
     if not (_readable(a) and _readable(b)):
-        return None
+        return False
     row = launch_row("linear_segments_sm90", -(-m // 128) * -(-columns // 256))
-    # Several parts: the library has no product for them, so that the smaller tile takes what no row gives away.
-    name = next((name for name in _SEGMENTED if k // segments <= row[name]), "narrow" if parts > 1 else "")
-    if name == "wide" and segments > 2 and k // segments < SHORTEST_WIDE:
-        name = "narrow"
-    return name if name and name not in _probe() else None
+    # Several parts: the library has no product for them.
+    return (parts > 1 or k // segments <= row["longest"]) and "segments" not in _probe()
 
 
 def matmul(
@@ -201,8 +181,8 @@ def matmul(
 ) -> torch.Tensor:
     """``round(tree_s(x[:, segment s] @ w[:, segment s]^T))``; x [M, K], w [N, K] -> [M, N]."""
     few = _few_row(x, w, segments)
-    kernel = None if few or x.shape[0] <= FEW_ROWS else _kernel(x, w, w.shape[0], segments, 1)
-    if few is None and kernel is None:
+    one_launch = few is None and x.shape[0] > FEW_ROWS and _one_launch(x, w, w.shape[0], segments, 1)
+    if few is None and not one_launch:
         row = algorithm(x, w, segments, out_dtype)
         if row is not None:
             return _by_algorithm(x, w, row)
@@ -210,8 +190,7 @@ def matmul(
     out = torch.empty((x.shape[0], w.shape[0]), dtype=out_dtype or x.dtype, device=x.device)
     if few is not None:
         return _few(x, w, out, segments, few)
-    _SEGMENTED[str(kernel)](x, w, out, False, segments, 1)
-    return out
+    return _segments(x, w, out, False, segments, 1)
 
 
 def dgrad(
@@ -223,12 +202,10 @@ def dgrad(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """dX [M, K] = dy [M, N] @ w [N, K], N in ``segments`` leaves of ``parts`` slices each."""
-    kernel = _kernel(dy, w, w.shape[1], segments, parts)
-    if kernel is None:
+    if not _one_launch(dy, w, w.shape[1], segments, parts):
         return library.dgrad(dy, w, segments=segments, parts=parts, out_dtype=out_dtype)
     out = torch.empty((dy.shape[0], w.shape[1]), dtype=out_dtype or dy.dtype, device=dy.device)
-    _SEGMENTED[kernel](dy, w, out, True, segments, parts)
-    return out
+    return _segments(dy, w, out, True, segments, parts)
 
 
 def wgrad(dy: torch.Tensor, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
