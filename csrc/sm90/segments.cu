@@ -18,8 +18,8 @@ namespace {
 constexpr int kSide = 128;  // rows and columns of a block
 constexpr int kBytesHalf = 64 * kTileK * 2, kBytesOperand = 2 * kBytesHalf, kBytesPair = 2 * kBytesOperand;
 
-// Stages, and the memory behind them, of which each consumer warp has an eighth: its stager, and of eight segments the
-// subtree of four, before and after it.
+// Stages, and the memory behind them, of which each consumer warp has an eighth: its stager, and of eight segments, at
+// other times, the subtree of four.
 template <int Count>
 constexpr int kDeep = Count == 8 ? 5 : 6;
 template <int Count>

@@ -12,8 +12,8 @@ Which kernel serves what is data, so speed alone changes with it. Rows of the la
 * ``linear_library_NxK_sm90`` for one segment and bf16 results, by M: an algorithm of cuBLASLt by its attributes where
   the library's own choice is slower (id 0: its own choice). Rows name single values of M, those that were
   measured, and serve cuBLASLt 13.1 alone: with another version the library chooses, slower at these sizes;
-* ``linear_segments_sm90`` by tiles of 128 x 256: the longest segment that ``segments`` serves; longer ones
-  are a product of the library each.
+* ``linear_segments_sm90`` by tiles of 128 x 256, which a cluster makes: the longest segment that ``segments`` serves;
+  each longer one is a product of the library, except in several parts, for which the library has none.
 
 Bits: all kernels have the contract's. Each is compared with the Triton backend when this backend is first asked for;
 one that differs is not used (a warning, :func:`rl_kernel.cublaslt.report` and the fallback count name it). So it is
