@@ -36,13 +36,6 @@ __device__ __forceinline__ void prefetch_tile(const CUtensorMap* map, int x, int
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
 }
 
-// Keeps the compiler from moving uses of the accumulators across the asynchronous products.
-template <int N>
-__device__ __forceinline__ void pin_values(float (&acc)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(acc[i])::"memory");
-}
-
 template <int Tokens, int RowsW, int Depth>
 constexpr int kBytesOfStage = (RowsW + Tokens) * Depth * 2;
 
@@ -112,7 +105,7 @@ __global__ void __launch_bounds__(kFewThreads) few_rows_kernel(const __grid_cons
       int segment = 0;
       do {
         const int count = Tree ? task.segment_steps : task.steps;
-        pin_values(acc);
+        pin(acc);
 #pragma unroll 1
         for (int step = 0;;) {
           barrier_wait(full + stage * 8, phase);
@@ -134,7 +127,7 @@ __global__ void __launch_bounds__(kFewThreads) few_rows_kernel(const __grid_cons
           if (++step == count) break;
         }
         wgmma_wait<0>();
-        pin_values(acc);
+        pin(acc);
         release();
         if constexpr (Tree) {  // a binary counter holds the finished subtrees
 #pragma unroll

@@ -19,12 +19,6 @@
 
 namespace rlk::sm90 {
 
-// Keeps the compiler from moving uses of the accumulators across the asynchronous products.
-__device__ __forceinline__ void pin(float (&acc)[64]) {
-#pragma unroll
-  for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(acc[i])::"memory");
-}
-
 // The values from here on have nothing to do with those before, so that nothing keeps registers for them.
 __device__ __forceinline__ void forget(float (&acc)[64]) {
 #pragma unroll

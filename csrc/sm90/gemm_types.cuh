@@ -117,11 +117,12 @@ __device__ __forceinline__ Tile locate(const Params& params, const Shape* shapes
   return tile;
 }
 
-struct Ring {
+template <int Deep>
+struct RingOf {
   int stage = 0;
   uint32_t phase = 0;
   __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
+    if (++stage == Deep) {
       stage = 0;
       phase ^= 1;
     }
@@ -129,6 +130,8 @@ struct Ring {
   __device__ __forceinline__ void skip(int count) {
     for (; count > 0; --count) next();
   }
+  __device__ __forceinline__ int before() const { return (stage == 0 ? Deep : stage) - 1; }
 };
+using Ring = RingOf<kStages>;
 
 }  // namespace rlk::sm90

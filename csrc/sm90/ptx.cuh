@@ -137,6 +137,13 @@ __device__ __forceinline__ void registers_down() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
+// Keeps the compiler from moving uses of the accumulators across the asynchronous products.
+template <int N>
+__device__ __forceinline__ void pin(float (&acc)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
 // d[64 x 128] = (accumulate ? d : 0) + a[64 x 16] b[128 x 16]^T, bf16 operands, fp32 accumulators.
 // d[4j + 2h + b] of a thread: row 16 * warp + lane / 4 + 8h, column 8j + 2 * (lane % 4) + b.
 template <int TransposeA, int TransposeB>

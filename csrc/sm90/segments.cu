@@ -49,25 +49,6 @@ struct Raster {
   }
 };
 
-template <int Deep>
-struct RingStage {
-  int index = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++index == Deep) {
-      index = 0;
-      phase ^= 1;
-    }
-  }
-  __device__ __forceinline__ int before() const { return (index == 0 ? Deep : index) - 1; }
-};
-
-// Keeps the compiler from moving uses of the accumulators across the asynchronous products.
-__device__ __forceinline__ void pin_values(float (&acc)[64]) {
-#pragma unroll
-  for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(acc[i])::"memory");
-}
-
 __device__ __forceinline__ void put_shared(uint32_t at, const float* x) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
@@ -105,14 +86,14 @@ __device__ __forceinline__ void store_floats(const float (&acc)[64], const Segme
 // One segment of `count` > 0 tiles of k.
 template <int Deep, int TransposeB>
 __device__ __forceinline__ void chain(
-    float (&acc)[64], int count, RingStage<Deep>& at, uint32_t base, uint32_t full, uint32_t empty, int own, int thread) {
+    float (&acc)[64], int count, RingOf<Deep>& at, uint32_t base, uint32_t full, uint32_t empty, int own, int thread) {
   constexpr int kStepB = TransposeB ? 2048 : 32;  // bytes from one k16 to the next
   const bool signals = thread % 32 == 0 && thread < kCluster * 32;  // one thread for each block of the cluster
-  pin_values(acc);
+  pin(acc);
 #pragma unroll 1
   for (int kt = 0;;) {
-    barrier_wait(full + at.index * 8, at.phase);
-    const uint32_t stage = base + at.index * kBytesPair;
+    barrier_wait(full + at.stage * 8, at.phase);
+    const uint32_t stage = base + at.stage * kBytesPair;
     const uint64_t a = descriptor(stage + own * kBytesHalf, 8192, 1024);
     const uint64_t b = descriptor(stage + kBytesOperand, 8192, 1024);
     wgmma_fence();
@@ -127,7 +108,7 @@ __device__ __forceinline__ void chain(
     if (++kt == count) break;
   }
   wgmma_wait<0>();
-  pin_values(acc);
+  pin(acc);
   if (signals) barrier_arrive(empty + at.before() * 8, thread / 32);
 }
 
@@ -157,14 +138,14 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     if (thread == 0) {
       const Raster raster(task.rows, task.cols);
       const int rank = static_cast<int>(cluster_rank());
-      RingStage<kDepth> at;
+      RingOf<kDepth> at;
       for (int id = static_cast<int>(blockIdx.x) / kCluster; id < tiles; id += clusters) {
         const auto [m, n] = raster.at(id, rank);
         for (int slice = 0; slice < Count * task.parts; ++slice) {
           int k = slice % task.parts * task.part_depth + slice / task.parts * task.part_tiles * kTileK;
           for (int kt = 0; kt < task.part_tiles; ++kt, k += kTileK) {
-            barrier_wait(empty + at.index * 8, at.phase ^ 1);
-            const uint32_t barrier = full + at.index * 8, a = base + at.index * kBytesPair, b = a + kBytesOperand;
+            barrier_wait(empty + at.stage * 8, at.phase ^ 1);
+            const uint32_t barrier = full + at.stage * 8, a = base + at.stage * kBytesPair, b = a + kBytesOperand;
             barrier_expect(barrier, kBytesPair);
             load_tile_multicast(a + rank * kBytesHalf, &task.a, barrier, k, m + rank * 64, 3);
 #pragma unroll
@@ -181,7 +162,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     registers_up<232>();
     const int own = group - 1, warp = own * 4 + thread / 32, lane = thread % 32, length = task.parts * task.part_tiles;
     const Stager stager{waiting + warp * kBytesOwn<Count>, lane};
-    RingStage<kDepth> at;
+    RingOf<kDepth> at;
     float even[64], odd[64];
     for (int id = static_cast<int>(blockIdx.x) / kCluster; id < tiles; id += clusters) {
       float two[Count > 2 ? 64 : 1];

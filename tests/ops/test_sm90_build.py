@@ -83,16 +83,18 @@ def test_compiles_without_spills(tmp_path, name):
     # The compiler says so when it waits for each matrix product before it issues the next.
     assert "(C75" not in run.stderr and "serialized" not in run.stderr, run.stderr
     kernels = disassembled(cubin)
+    if not kernels:
+        pytest.skip("compiled; its instructions were not read, for want of cuobjdump")
     assert not [found for kernel in kernels for found in overtaken(kernel)]
     # Kernels that may start before the one in front has ended wait for it ahead of their first access to memory.
     source = (SOURCES / f"{name}.cu").read_text(encoding="utf-8")
     dependent = re.findall(r'launch_dependent\("[^"]*", (\w+)', source)
     assert len(dependent) == source.count("launch_dependent(")
-    assert not kernels or all(any(each in kernel.split()[0] for kernel in kernels) for each in dependent)
+    assert all(any(each in kernel.split()[0] for kernel in kernels) for each in dependent)
     for kernel in [kernel for kernel in kernels if any(each in kernel.split()[0] for each in dependent)]:
         before, waits, _ = kernel.partition("ACQBULK")
         assert waits and not re.search(r"\b(LDG?|STG?|ATOM\w*|RED\w*)\.", before), kernel[:100]
-    if name.startswith("gemm") and kernels:
+    if name.startswith("gemm"):
         products = sum(kernel.count("HGMMA.64x256x16.F32.BF16") for kernel in kernels)
         assert products == {"gemm": 16, "gemm_gradient": 8, "gemm_statistics": 8}[name]
         # Acquires of a wider scope empty the L1. The cluster's barriers at either end of a kernel do, and waiting for
