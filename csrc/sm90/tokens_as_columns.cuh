@@ -66,26 +66,38 @@ __device__ __forceinline__ void multiply_tokens(float (&left)[64], float (&right
   }
 }
 
-// 128 tokens of the accumulators of one thread -> fp32 [tokens, cols]: acc[4 j + 2 h + b] is token 8 j + b from `token` on,
-// value 8 h from `row` on. A quarter of a warp's lanes have 32 bytes in a row of memory. Loads come before stores.
-__device__ __forceinline__ void store_tokens_half(
-    const float (&acc)[64], float* to, bool add, int token, int tokens, int row, int cols) {
+// fp32 [tokens, cols] <-> 128 tokens of the accumulators of one thread: acc[4 j + 2 h + b] is token 8 j + b of `first`,
+// value 8 h. Eight lanes have 32 bytes of a row together. limit: tokens from the thread's first one on, for each h; 0 beyond
+// cols. Loads come before stores, some at a time: a store in between would order them.
+template <bool Add>
+__device__ __forceinline__ void store_tokens_half(const float (&acc)[64], float* first, const int (&limit)[2], int cols) {
   constexpr int kBatch = 32;
-  const auto inside = [&](int i) { return token + i / 4 * 8 + i % 2 < tokens && row + i / 2 % 2 * 8 < cols; };
-  const auto at = [&](int i) {
-    return to + static_cast<int64_t>(token + i / 4 * 8 + i % 2) * cols + (row + i / 2 % 2 * 8);
+  const int64_t step = static_cast<int64_t>(cols) * 8;
+  // Calls value(i, its address) where that is inside. Addresses and comparisons are made in step, by asm: the compiler would
+  // compute each address by itself and keep the loads' comparisons for the stores, which takes most of the time.
+  const auto walk = [&](float* at, int part, auto value) {
+    float* next = at + cols;
+    int left[2] = {limit[0], limit[1]};
+    asm volatile("" : "+r"(left[0]), "+r"(left[1]));
+#pragma unroll
+    for (int i = part; i < part + kBatch; ++i) {
+      if (i / 4 * 8 + i % 2 < left[i / 2 % 2]) value(i, (i % 2 == 0 ? at : next) + i / 2 % 2 * 8);
+      if (i % 4 == 3) {
+        at += step;
+        next += step;
+        asm volatile("" : "+l"(at), "+l"(next));
+      }
+    }
+    return at;
   };
 #pragma unroll
   for (int part = 0; part < 64; part += kBatch) {
-    float before[kBatch];
-#pragma unroll
-    for (int i = part; i < part + kBatch; ++i) {
-      if (add && inside(i)) before[i - part] = __ldcg(at(i));
-    }
-#pragma unroll
-    for (int i = part; i < part + kBatch; ++i) {
-      const float value = add ? __fadd_rn(before[i - part], acc[i]) : acc[i];
-      if (inside(i)) __stcg(at(i), value);
+    if constexpr (Add) {
+      float before[kBatch];
+      walk(first, part, [&](int i, const float* at) { before[i - part] = __ldcg(at); });
+      first = walk(first, part, [&](int i, float* at) { __stcg(at, __fadd_rn(before[i - part], acc[i])); });
+    } else {
+      first = walk(first, part, [&](int i, float* at) { __stcg(at, acc[i]); });
     }
   }
 }
@@ -96,11 +108,19 @@ __device__ __forceinline__ void store_tokens(
   const Problem& problem = *tile.problem;
   int* order = problem.order + (tile.index * kCluster + static_cast<int>(rank)) * 2 + group;
   if (tile.block > 0) await(order, tile.block);  // another cluster may have made the blocks before
-  const bool add = tile.block > 0 || problem.continues != 0;
-  const int token = tile.n + thread % 4 * 2, tokens = min(tile.shape->rows, tile.n + tile.shape->tokens);
-  const int row = tile.m + group * 64 + thread / 32 * 16 + thread % 32 / 4;
-  store_tokens_half(left, problem.out_float, add, token, tokens, row, problem.cols);
-  store_tokens_half(right, problem.out_float, add, token + kLeaf, tokens, row, problem.cols);
+  const int cols = problem.cols, token = tile.n + thread % 4 * 2, row = tile.m + group * 64 + thread / 32 * 16 + thread % 32 / 4;
+  const int tokens = min(tile.shape->rows, tile.n + tile.shape->tokens) - token;
+  const int limit[2] = {row < cols ? tokens : 0, row + 8 < cols ? tokens : 0};
+  const int limit_right[2] = {limit[0] - kLeaf, limit[1] - kLeaf};
+  float* first = problem.out_float + static_cast<int64_t>(token) * cols + row;
+  float* first_right = first + static_cast<int64_t>(kLeaf) * cols;
+  if (tile.block > 0 || problem.continues != 0) {
+    store_tokens_half<true>(left, first, limit, cols);
+    store_tokens_half<true>(right, first_right, limit_right, cols);
+  } else {
+    store_tokens_half<false>(left, first, limit, cols);
+    store_tokens_half<false>(right, first_right, limit_right, cols);
+  }
   __threadfence();
   named_barrier(1 + group, 128);
   if (thread == 0) count_up(order);
