@@ -165,7 +165,7 @@ part("linear_logp main_grad")(functools.partial(both, 512, None, True))
 
 @part("products with tokens as columns")
 def tokens_as_columns() -> None:
-    """dH of numbers of tokens that are columns of its tiles (176 and 2 x 160), and dW without the last zeros of them."""
+    """dH with tokens as columns of its tiles (176 and 2 x 160), and dW without the last zeros."""
     for tokens in (169, 300):
         d, w, h = normal(tokens, 16456, seed=1), normal(16456, 136, seed=2, scale=0.1), normal(tokens, 136, seed=3)
         dh, dw = torch.empty(tokens, 136, device="cuda"), torch.empty(16456, 136, dtype=BF16, device="cuda")

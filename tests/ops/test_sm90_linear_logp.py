@@ -253,16 +253,21 @@ def test_zeros_left_out_of_dw_change_nothing(tiles, last):
     h[:, ::3], h[:, 1::3] = h[:, ::3].abs(), -h[:, 1::3].abs()  # sums of -0, of 0, of both
     d[:, 64:128] = torch.where(torch.rand(tokens, 64, device="cuda") < 0.5, -0.0, 0.0)
     d[3, 130], h[5, 7] = float("inf"), float("nan")
-    whole, start = (torch.empty(w.shape, device="cuda") for _ in range(2))
+    whole, found, start = (torch.empty(w.shape, device="cuda") for _ in range(3))
     sm90.products(d, w, h, dw=whole)
-    sm90.products(d[:64], w, h[:64], dw=start)
-    found = torch.empty_like(whole)
-    sm90.products(d[64:], w, h[64:], dw=found, dw_init=start)
+    rest = (
+        torch.zeros(64 - last, 2048, device="cuda", dtype=d.dtype),
+        torch.zeros(64 - last, 1024, device="cuda").bfloat16(),
+    )
+    sm90.products(torch.cat([d, rest[0]]), w, torch.cat([h, rest[1]]), dw=found)  # nothing is left out
     assert_same([whole], [found])
-    padded = [torch.cat([x, torch.zeros(64, x.shape[1], device="cuda", dtype=x.dtype)]) for x in (d, h)]
     active = torch.tensor([tokens], device="cuda", dtype=torch.int32)
-    sm90.products(padded[0], w, padded[1], dw=found, active=active)
+    more = torch.zeros(64, 2048, device="cuda", dtype=d.dtype), torch.zeros(64, 1024, device="cuda").bfloat16()
+    sm90.products(torch.cat([d, more[0]]), w, torch.cat([h, more[1]]), dw=found.zero_(), active=active)
     assert_same([whole], [found])
+    sm90.products(d[:64], w, h[:64], dw=start)
+    sm90.products(d[64:], w, h[64:], dw=found.zero_(), dw_init=start)
+    assert_same([whole[128:]], [found[128:]])  # a chain that starts from 0 need not keep -0
 
 
 @pytest.mark.parametrize("tokens", [300, 796, 1000])
