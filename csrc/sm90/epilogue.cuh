@@ -308,11 +308,12 @@ __device__ __forceinline__ void store_half(
     float (&acc)[64], int half, const Tile& tile, const Stager& stager, int group, int thread) {
   const Problem& problem = *tile.problem;
   if (problem.output == kBf16) {
-    stager.begin();
-    stage_row(acc, 0, stager);
-    stage_row(acc + 2, 1, stager);
-    stager.flush(problem.out, problem.out_stride, tile.shape->rows, problem.cols,
-                 tile.m + group * 64 + (thread / 32) * 16, tile.n + half * kLeaf);
+    const Stager now{stager.address, lane_now()};
+    now.begin();
+    stage_row(acc, 0, now);
+    stage_row(acc + 2, 1, now);
+    now.flush(problem.out, problem.out_stride, tile.shape->rows, problem.cols,
+              tile.m + group * 64 + (thread / 32) * 16, tile.n + half * kLeaf);
   } else {
     Pairs(tile, half, group, thread).store(acc, problem.out_float, problem.output == kFloatAccumulate);
   }

@@ -13,7 +13,8 @@
 // A and B may be stored with k contiguous (K-major) or with rows contiguous (MN-major). Epilogues:
 //   kStatistics   statistics of the 128-column leaves of the vocabulary, and optionally bf16 exp(z - leaf_max)
 //   kGradient     bf16 gradient of the logits from merged statistics
-//   kStore        bf16 or fp32 output; the accumulators may continue from fp32 values, or k may be cut into blocks
+//   kStore        bf16 or fp32 output; the accumulators may continue from fp32 values, or k may be cut into blocks, and then
+//                 rows of A may be columns of the tile (tokens_as_columns.cuh)
 #pragma once
 #include "epilogue.cuh"
 #include "tokens_as_columns.cuh"
@@ -125,14 +126,20 @@ __device__ __forceinline__ void begin_tile(float (&left)[64], float (&right)[64]
 }
 
 // The rest of a tile of more than 2 Edge tiles of k. left_done(finish): the left half is complete, the tensor cores work
-// on the right one; it calls finish() at some point, after which the right half is complete, too.
+// on the right one; it calls finish() at some point, after which the right half is complete, too. brief: the second half of
+// the last tile of k is zeros and left out; products before it have met such zeros already, so not even a -0 would change.
 template <int Edge, int TransposeA, int TransposeB, typename LeftDone>
 __device__ __forceinline__ void end_tile(
-    float (&left)[64], float (&right)[64], int tiles_k, Consumer& c, LeftDone left_done) {
+    float (&left)[64], float (&right)[64], int tiles_k, bool brief, Consumer& c, LeftDone left_done) {
   multiply_both<TransposeA, TransposeB>(left, right, tiles_k - 2 * Edge, Edge > 0, c);
   if constexpr (Edge > 0) {
-    multiply_half<Edge, false, TransposeA, TransposeB>(left, 0, true, c);
-    multiply_half<Edge, true, TransposeA, TransposeB>(right, 1, true, c);
+    if (brief) {
+      multiply_half<Edge, false, TransposeA, TransposeB, 2>(left, 0, true, c);
+      multiply_half<Edge, true, TransposeA, TransposeB, 2>(right, 1, true, c);
+    } else {
+      multiply_half<Edge, false, TransposeA, TransposeB>(left, 0, true, c);
+      multiply_half<Edge, true, TransposeA, TransposeB>(right, 1, true, c);
+    }
     c.ring.skip(Edge);
     wgmma_wait<1>();
     pin(left);
@@ -284,7 +291,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         forget(right);
         if (tile.shape->tokens > 0) {
           multiply_tokens(left, right, tile, consumer);
-          store_tokens(left, right, tile, rank, own, thread);
+          store_tokens(left, right, tile, rank, stager, own, thread);
         } else {
           multiply_both<0, 1>(left, right, tile.k_tiles, false, consumer);
           store_block(left, 0, tile, rank, own, thread);
@@ -300,7 +307,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         begin_tile<Edge, 1, 1>(left, right, consumer, [&] { forget(right); });
         while (true) {
           const Tile last = tile;
-          end_tile<Edge, 1, 1>(left, right, last.k_tiles, consumer, [&](auto finish) {
+          end_tile<Edge, 1, 1>(left, right, last.k_tiles, last.shape->brief, consumer, [&](auto finish) {
             store_half(left, 0, last, stager, own, thread);
             finish();
           });
@@ -335,7 +342,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       begin_tile<Edge, 0, 0>(left, right, consumer, [] {});
       while (true) {
         const TwoRows two(tile, v, own, thread);
-        end_tile<Edge, 0, 0>(left, right, tile.k_tiles, consumer, [&](auto finish) {
+        end_tile<Edge, 0, 0>(left, right, tile.k_tiles, false, consumer, [&](auto finish) {
           vocabulary_leaf<Kind>(left, 0, two, shapes[0], params.problem[0], v, stager, own, thread, finish);
         });
         auto finish_right = [&] {

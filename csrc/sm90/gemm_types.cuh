@@ -118,7 +118,7 @@ struct Tile {
   bool shares;           // the blocks of the cluster have the columns of B in common
 };
 
-// MayBeColumns: tokens may be columns of the tile (dH). The others' kernels are too short of registers for what it takes.
+// MayBeColumns: tokens may be columns of the tile (dH); elsewhere registers are too few for what it takes.
 template <bool MayBeColumns = false>
 __device__ __forceinline__ Tile locate(const Params& params, const Shape* shapes, int id, uint32_t rank) {
   const int which = id >= shapes[0].all_tiles, local_id = which ? id - shapes[0].all_tiles : id;

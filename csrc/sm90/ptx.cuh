@@ -17,6 +17,14 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+// The lane, read where it is asked for: what follows from it is then not kept in registers from one tile to the next, of which
+// products under way leave few.
+__device__ __forceinline__ int lane_now() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

@@ -66,52 +66,91 @@ __device__ __forceinline__ void multiply_tokens(float (&left)[64], float (&right
   }
 }
 
-// fp32 [tokens, cols] <-> 128 tokens of the accumulators of one thread: acc[4 j + 2 h + b] is token 8 j + b of `first`,
-// value 8 h. Eight lanes have 32 bytes of a row together. limit: tokens from the thread's first one on, for each h; 0 beyond
-// cols. Loads come before stores, some at a time: a store in between would order them.
-template <bool Add>
-__device__ __forceinline__ void store_tokens_half(const float (&acc)[64], float* first, const int (&limit)[2], int cols) {
-  constexpr int kBatch = 32;
-  const auto at = [&](int i) {  // one instruction for two values, where the compiler's own arithmetic takes four for each
-    float* token;
-    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(token) : "r"(cols * 4), "r"(i / 4 * 8 + i % 2), "l"(first));
-    return token + i / 2 % 2 * 8;
-  };
-  const auto inside = [&](int i) { return i / 4 * 8 + i % 2 < limit[i / 2 % 2]; };
+// Outputs of one warp, 16 values of the hidden size of a number of tokens, 32 tokens at a time: a thread has single values of
+// a token, memory has them side by side. They turn in the warp's own shared memory (twice 2 KiB), where two tokens have 128
+// bytes and groups of 8 values lie such that neither way meets a bank twice.
+struct Turner {
+  uint32_t address;
+  int lane;
+  float* first;  // fp32 [tokens, cols]: the lane's first value of its first token
+  int tokens, cols;
+
+  // Tokens 32 `part` and on; acc[4 j + 2 h + b] is token 8 j + 2 (lane % 4) + b, value lane / 4 + 8 h.
+  __device__ __forceinline__ void put(int part, const float* acc) const {
+    const int q = lane % 4;
 #pragma unroll
-  for (int part = 0; part < 64; part += kBatch) {
-    float before[kBatch];
-    if constexpr (Add) {
-#pragma unroll
-      for (int i = part; i < part + kBatch; ++i) {
-        if (inside(i)) before[i - part] = __ldcg(at(i));
-      }
-    }
-#pragma unroll
-    for (int i = part; i < part + kBatch; ++i) {
-      if (inside(i)) __stcg(at(i), Add ? __fadd_rn(before[i - part], acc[i]) : acc[i]);
+    for (int i = 0; i < 16; ++i) {
+      const int group = i % 2 * 2 + i / 2 % 2;  // 2 b + h
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(
+                       address + part % 2 * 2048 + i / 4 * 512 + q * 128 + (group ^ q) * 32 + lane / 4 * 4),
+                   "f"(acc[i])
+                   : "memory");
     }
   }
-}
+  // Of token 8 i + lane / 4 values 4 (lane % 4) and three more, as all of the following.
+  __device__ __forceinline__ float4 get(int i) const {
+    const int group = lane / 4 % 2 * 2 + lane % 4 / 2;
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address + i / 4 % 2 * 2048 + i % 4 * 512 + lane / 8 * 128 + (group ^ lane / 8) * 32 + lane % 2 * 16)
+                 : "memory");
+    return x;
+  }
+  __device__ __forceinline__ float4* at(int i) const {  // by asm: the compiler would make all of them first
+    float4* to;
+    asm volatile("mad.wide.u32 %0, %1, %2, %3;" : "=l"(to) : "r"(cols), "r"(i * 32), "l"(first));
+    return to;
+  }
+  __device__ __forceinline__ void load(int part, float4 (&values)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (part * 32 + i * 8 < tokens) values[i] = __ldcg(at(part * 4 + i));
+    }
+  }
+  // Values of the next part are under way while those of this one are stored.
+  template <bool Add>
+  __device__ __forceinline__ void store(const float (&left)[64], const float (&right)[64]) const {
+    [[maybe_unused]] float4 before[2][4];
+    if constexpr (Add) load(0, before[0]);
+    __syncwarp();  // what the memory held has been read
+#pragma unroll
+    for (int part = 0; part < 8; ++part) {
+      if constexpr (Add) {
+        if (part < 7) load(part + 1, before[(part + 1) % 2]);
+      }
+      put(part, (part < 4 ? left : right) + part % 4 * 16);
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float4 x = get(part * 4 + i);
+        if constexpr (Add) {
+          const float4& y = before[part % 2][i];
+          x = make_float4(__fadd_rn(y.x, x.x), __fadd_rn(y.y, x.y), __fadd_rn(y.z, x.z), __fadd_rn(y.w, x.w));
+        }
+        if (part * 32 + i * 8 < tokens) __stcg(at(part * 4 + i), x);
+      }
+    }
+  }
+};
 
 // As store_block, for both halves.
 __device__ __forceinline__ void store_tokens(
-    const float (&left)[64], const float (&right)[64], const Tile& tile, uint32_t rank, int group, int thread) {
+    const float (&left)[64], const float (&right)[64], const Tile& tile, uint32_t rank, const Stager& stager, int group,
+    int thread) {
+  const int lane = lane_now();
   const Problem& problem = *tile.problem;
   int* order = problem.order + (tile.index * kCluster + static_cast<int>(rank)) * 2 + group;
   if (tile.block > 0) await(order, tile.block);  // another cluster may have made the blocks before
-  const int cols = problem.cols, token = tile.n + thread % 4 * 2, row = tile.m + group * 64 + thread / 32 * 16 + thread % 32 / 4;
-  const int tokens = min(tile.shape->rows, tile.n + tile.shape->tokens) - token;
-  const int limit[2] = {row < cols ? tokens : 0, row + 8 < cols ? tokens : 0};
-  const int limit_right[2] = {limit[0] - kLeaf, limit[1] - kLeaf};
-  float* first = problem.out_float + static_cast<int64_t>(token) * cols + row;
-  float* first_right = first + static_cast<int64_t>(kLeaf) * cols;
+  const int cols = problem.cols, token = tile.n + lane / 4;
+  const int value = tile.m + group * 64 + thread / 32 * 16 + lane % 4 * 4;  // cols is a multiple of 8
+  const int tokens = value < cols ? min(tile.shape->rows, tile.n + tile.shape->tokens) - token : 0;
+  float* first = problem.out_float + static_cast<int64_t>(token) * cols + value;
+  const Turner turner{stager.address, lane, first, tokens, cols};
   if (tile.block > 0 || problem.continues != 0) {
-    store_tokens_half<true>(left, first, limit, cols);
-    store_tokens_half<true>(right, first_right, limit_right, cols);
+    turner.store<true>(left, right);
   } else {
-    store_tokens_half<false>(left, first, limit, cols);
-    store_tokens_half<false>(right, first_right, limit_right, cols);
+    turner.store<false>(left, right);
   }
   __threadfence();
   named_barrier(1 + group, 128);
