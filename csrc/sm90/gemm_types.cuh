@@ -81,6 +81,7 @@ struct Shape {
   bool brief;              // the last tile of k has zeros in its second half, and some in what is not zero of the first
   int tiles, all_tiles;    // of one block of k, of all
 
+  // First: of problem[0], the only one with blocks of k.
   template <int Kind, bool First>
   __device__ void set(const Problem& problem, int active) {
     rows = problem.dynamic == kRows ? min(problem.rows, active) : problem.rows;
