@@ -244,8 +244,9 @@ __device__ __forceinline__ void vocabulary_leaf(
     }
   }
   between();
-  if (Kind == kGradient || v.keep) {
-    stager.flush(problem.out, problem.out_stride, shape.store_rows, problem.cols,
+  const int kept = Kind == kGradient ? problem.cols : v.keep;
+  if (first < kept) {
+    stager.flush(problem.out, problem.out_stride, shape.store_rows, kept,
                  two.m + group * 64 + (thread / 32) * 16, first);
   }
 }

@@ -17,7 +17,8 @@ One arithmetic, two schedules; bits do not tell them apart:
   place and multiplies. 6 THV operations, 2 bytes a logit of memory until backward has run. Taken when that fits
   :data:`WORKSPACE_BYTES`.
 * recompute: the forward kernel runs again over chunks of the vocabulary and writes d at once. 8 THV operations,
-  workspace within :data:`WORKSPACE_BYTES`.
+  workspace within :data:`WORKSPACE_BYTES`. What these chunks need in backward holds e of the first columns until
+  then, so that only the others are made again.
 """
 
 from __future__ import annotations
@@ -170,14 +171,14 @@ def forward(
     columns: int,
     ignore_index: int,
     absent: float,
-    keep: bool,
+    keep: int,
     whole: bool,
 ) -> tuple[torch.Tensor, Slots, torch.Tensor, torch.Tensor | None]:
     """:func:`select`, :func:`slot_stats` of all rows and, with ``whole``, :func:`merge`, in one operator.
 
     Returns:
-        out [5, T], the slots, leaf statistics [3, T, L], and with ``keep`` bf16 exp(z - m_leaf)
-        [T, :func:`kept_columns`], else ``None``.
+        out [5, T], the slots, leaf statistics [3, T, L], and bf16 exp(z - m_leaf) of the first ``keep`` columns
+        [T, :func:`kept_columns`], ``None`` for 0 of them.
     """
     out, ints, longs, reals, picked, stats, kept = torch.ops.rlk.sm90_linear_logp.default(
         matrix(hidden, "hidden_states"), matrix(weight, "lm_head_weight"), targets.contiguous(), temperature, start,
@@ -204,7 +205,8 @@ def gradients(
 
     Args:
         segments: how many, a power of two, and the columns of each; the last ones may be cut off or empty.
-        kept, stats: of :func:`forward`; ``kept`` becomes the gradient of the logits. ``None``: recompute.
+        kept, stats: of :func:`forward`; ``kept`` becomes the gradient of its logits. ``stats``: [3, T, >= its leaves].
+            Columns that are not kept are recomputed.
         upstream: (g_logp, g_lse, g_ent) by row, ``None`` for zero.
         dw: bf16, or fp32 to which the gradient is added; rows from ``columns`` on are left alone.
 
