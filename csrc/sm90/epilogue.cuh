@@ -244,9 +244,8 @@ __device__ __forceinline__ void vocabulary_leaf(
     }
   }
   between();
-  const int kept = Kind == kGradient ? problem.cols : v.keep;
-  if (first < kept) {
-    stager.flush(problem.out, problem.out_stride, shape.store_rows, kept,
+  if (Kind == kGradient || two.n < v.keep) {
+    stager.flush(problem.out, problem.out_stride, shape.store_rows, problem.cols,
                  two.m + group * 64 + (thread / 32) * 16, first);
   }
 }

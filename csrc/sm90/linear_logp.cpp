@@ -13,7 +13,7 @@
 namespace rlk::sm90 {
 namespace {
 
-constexpr int64_t kCounters = 64, kLeafColumns = 128;
+constexpr int64_t kCounters = 64, kLeafColumns = 128, kTileColumns = 256;
 constexpr int64_t kBlockColumns = 16384;  // a block of the chains of dh
 constexpr int64_t kSeparate = 1320;                       // 20 rounds of the 66 clusters of an H100 or H200
 
@@ -77,8 +77,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(
   Matrix head = matrix(weight, "weight");
   STD_TORCH_CHECK(width % 8 == 0 && head.cols == width && columns >= 0 && columns <= head.rows,
                   "hidden must be [T, H] and weight [>= columns, H] with H a multiple of 8");
-  STD_TORCH_CHECK(keep == columns || (keep >= 0 && keep < columns && keep % kLeafColumns == 0),
-                  "keep: all columns, or whole leaves of the first ones");
+  STD_TORCH_CHECK(keep == columns || (keep >= 0 && keep < columns && keep % kTileColumns == 0),
+                  "keep: all columns, or whole tiles of 256 of the first ones");
   STD_TORCH_CHECK(targets.numel() == tokens, "targets must have one value a row");
   STD_TORCH_CHECK(!temperatures.has_value() || temperatures->numel() == tokens, "temperatures: one value a row");
   const int32_t real = aoti_torch_dtype_float32(), half = aoti_torch_dtype_bfloat16();

@@ -33,6 +33,7 @@ from rl_kernel.contract import VOCAB_BLOCK, VOCAB_LEAF
 from rl_kernel.errors import ContractError, UnsupportedError
 from rl_kernel.registry import Request
 
+TILE_COLUMNS = 256
 _SEPARATE = 1320  # 20 rounds of the 66 clusters of an H100 or H200
 WORKSPACE_BYTES = int(os.environ.get("RLK_WORKSPACE_MIB", "512")) << 20
 

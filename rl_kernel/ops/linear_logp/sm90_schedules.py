@@ -71,7 +71,8 @@ class Call:
             for begin, end in self.local_segments()
             for first in range(begin, end, VOCAB_BLOCK)
         )
-        return max((end for end in ends if end <= fit), default=0)
+        whole = (end for end in ends if end <= fit and (end % sm90.TILE_COLUMNS == 0 or end == self.columns))
+        return max(whole, default=0)
 
     def select(self, hidden: torch.Tensor, out: torch.Tensor) -> sm90.Slots:
         """The rows that take part. An id outside the vocabulary has no column anywhere: its logp is NaN."""
