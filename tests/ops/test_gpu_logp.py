@@ -167,7 +167,7 @@ def test_what_linear_logp_keeps_changes_no_bit(monkeypatch):
     import rl_kernel
     from rl_kernel.ops.linear_logp import op, tiles
 
-    tally, (v, h) = Tally("linear_logp_kept"), (37984, 256)
+    tally, (v, h) = Tally("linear_logp_backward_kept"), (37984, 256)
     w, held, untraced = data(v, h, seed=v, scale=0.02), tiles.KEPT_BYTES, op.untraced
     backends = ["triton"] if cublaslt.unavailable("gfx942" if torch.version.hip else "sm90") else ["triton", "library"]
     for t in (333, 1820, 8192):
