@@ -29,7 +29,7 @@ from rl_kernel.ops.logp import triton as leaves
 
 TILE_BYTES = 448 << 20
 KEEPING_TILE_BYTES = 228 << 20
-KEPT_BYTES = workspace_bytes(672)  # three blocks of 6990 tokens
+KEPT_BYTES = workspace_bytes(672)  # three blocks of 7168 tokens
 ONE_MATRIX = 1 << 28  # elements up to which all columns are one product for dW: what a probe of tokens may span
 LEAST_COLUMNS = 8192  # of a tile in borrowed memory; products of narrower ones are slow
 
