@@ -24,18 +24,18 @@ One arithmetic, two schedules; bits do not tell them apart:
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 
 import torch
 
 from rl_kernel.contract import VOCAB_BLOCK, VOCAB_LEAF
 from rl_kernel.errors import ContractError, UnsupportedError
+from rl_kernel.ops.linear_logp.workspace import workspace_bytes
 from rl_kernel.registry import Request
 
 TILE_COLUMNS = 256
 _SEPARATE = 1320  # 20 rounds of the 66 clusters of an H100 or H200
-WORKSPACE_BYTES = int(os.environ.get("RLK_WORKSPACE_MIB", "512")) << 20
+WORKSPACE_BYTES = workspace_bytes(512)
 
 
 @functools.cache
