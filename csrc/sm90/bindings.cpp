@@ -138,8 +138,7 @@ void logits_op(Tensor logits, Maybe targets, Maybe temperatures, int64_t columns
   logits_statistics(rows, matrix(logits, "logits", ScalarType::Float), stream_of(logits));
 }
 
-void few_rows_op(Tensor x, Tensor w, int64_t segments, int64_t rows, int64_t per_processor, int64_t cluster,
-                 bool dependent, Tensor out) {
+void few_rows_op(Tensor x, Tensor w, int64_t segments, int64_t rows, int64_t per_processor, bool dependent, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const bool wide = out.scalar_type() == ScalarType::Float;
   void* to = wide ? static_cast<void*>(floats(out, "out")) : data<void>(out, "out", ScalarType::BFloat16);
@@ -151,9 +150,8 @@ void few_rows_op(Tensor x, Tensor w, int64_t segments, int64_t rows, int64_t per
                   "few_rows: 1, 2, 4 or 8 segments, each a multiple of 256");
   STD_TORCH_CHECK((rows == 32 || (rows == 64 && segments == 1)) && (per_processor == 1 || per_processor == 2),
                   "few_rows: 32 rows of w a tile (64 for one segment too), 1 or 2 blocks a processor");
-  STD_TORCH_CHECK(cluster == 1 || cluster == 2, "few_rows: clusters of 1 or 2 blocks");
   few_rows(matrix(x, "x"), matrix(w, "w"), static_cast<int>(segments), to, wide,
-           {static_cast<int>(rows), static_cast<int>(per_processor), static_cast<int>(cluster), dependent}, stream_of(x));
+           {static_cast<int>(rows), static_cast<int>(per_processor), dependent}, stream_of(x));
 }
 
 void library_op(Tensor x, Tensor w, int64_t id, int64_t tile, int64_t swizzle, int64_t custom, int64_t stages, int64_t inner,
@@ -221,8 +219,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
       "sm90_logits_statistics(Tensor logits, Tensor? targets, Tensor? temperatures, int columns, Tensor(a!) stats,"
       " Tensor(b!)? target_logit) -> ()");
   m.def(
-      "sm90_few_rows(Tensor x, Tensor w, int segments, int rows, int per_processor, int cluster,"
-      " bool dependent, Tensor(a!) out) -> ()");
+      "sm90_few_rows(Tensor x, Tensor w, int segments, int rows, int per_processor, bool dependent, Tensor(a!) out)"
+      " -> ()");
   m.def(
       "sm90_library(Tensor x, Tensor w, int id, int tile, int swizzle, int custom, int stages, int inner, int cluster,"
       " Tensor(a!) out) -> ()");

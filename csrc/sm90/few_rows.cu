@@ -2,9 +2,8 @@
 //
 // Operands swapped: rows of w are M of the warpgroup product (32 of its 64 rows live, or all of them), rows of x its N.
 // One thread streams K through a deep ring of bulk copies, one warpgroup multiplies; blocks walk over tiles of w, one or
-// two blocks a processor. Every block needs all of x: with 64 rows that is twice the bytes of its rows of w, out of the L2,
-// so two blocks may form a cluster in which each loads half of x for both.
-// K is one ascending chain a segment; finished segments wait in registers for their neighbours in the tree.
+// two blocks a processor. K is one ascending chain a segment; finished segments wait in registers for their neighbours
+// in the tree.
 #include "launch.h"
 #include "ptx.cuh"
 #include "tensor_map.h"
@@ -40,33 +39,25 @@ __device__ __forceinline__ void prefetch_tile(const CUtensorMap* map, int x, int
 template <int Tokens, int RowsW, int Depth>
 constexpr int kBytesOfStage = (RowsW + Tokens) * Depth * 2;
 
-template <int Tokens, int RowsW, int Depth, bool Tree, int Cluster>
-__global__ void __cluster_dims__(Cluster, 1, 1) __launch_bounds__(kFewThreads)
-    few_rows_kernel(const __grid_constant__ FewRows task) {
+template <int Tokens, int RowsW, int Depth, bool Tree>
+__global__ void __launch_bounds__(kFewThreads) few_rows_kernel(const __grid_constant__ FewRows task) {
   constexpr int kChunks = Depth / 64, kBytesW = RowsW * Depth * 2, kStage = kBytesOfStage<Tokens, RowsW, Depth>;
-  constexpr int kAcc = Tokens / 2, kOwnTokens = Tokens / Cluster;
+  constexpr int kAcc = Tokens / 2;
   extern __shared__ uint8_t raw[];
   const uint32_t base = (smem_address(raw) + 1023) & ~1023u;
   const uint32_t full = base + task.stages * kStage, empty = full + task.stages * 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = static_cast<int>(blockIdx.x);
-  const uint32_t rank = Cluster > 1 ? cluster_rank() : 0;
-  // The blocks of a cluster take as many tiles each; one behind the last tile reads zeros and writes nothing.
-  const int end = (task.tiles + Cluster - 1) / Cluster * Cluster;
 
   if (threadIdx.x == 128) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&task.w) : "memory");
     asm volatile("prefetch.tensormap [%0];" ::"l"(&task.x) : "memory");
     for (int i = 0; i < task.stages; ++i) {
       barrier_init(full + i * 8, 1);
-      barrier_init(empty + i * 8, Cluster);
+      barrier_init(empty + i * 8, 1);
     }
     barrier_init_fence();
   }
-  if constexpr (Cluster > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   if (warp == 4) {
     if (lane == 0) {
@@ -82,7 +73,7 @@ __global__ void __cluster_dims__(Cluster, 1, 1) __launch_bounds__(kFewThreads)
       }
       int stage = 0;
       uint32_t phase = 0;
-      for (int tile = first; tile < end; tile += static_cast<int>(gridDim.x)) {
+      for (int tile = first; tile < task.tiles; tile += static_cast<int>(gridDim.x)) {
         for (int step = 0; step < task.steps; ++step) {
           barrier_wait(empty + stage * 8, phase ^ 1);
           const uint32_t barrier = full + stage * 8, w = base + stage * kStage, x = w + kBytesW;
@@ -92,15 +83,7 @@ __global__ void __cluster_dims__(Cluster, 1, 1) __launch_bounds__(kFewThreads)
             load_once(w + c * RowsW * 128, &task.w, barrier, step * Depth + c * 64, tile * RowsW, policy);
           }
 #pragma unroll
-          for (int c = 0; c < kChunks; ++c) {
-            const int at = static_cast<int>(rank) * kOwnTokens;
-            const uint32_t to = x + (c * Tokens + at) * 128;
-            if constexpr (Cluster > 1) {
-              load_tile_multicast(to, &task.x, barrier, step * Depth + c * 64, at, (1 << Cluster) - 1);
-            } else {
-              load_tile(to, &task.x, barrier, step * Depth + c * 64, at);
-            }
-          }
+          for (int c = 0; c < kChunks; ++c) load_tile(x + c * Tokens * 128, &task.x, barrier, step * Depth + c * 64, 0);
           if (++stage == task.stages) {
             stage = 0;
             phase ^= 1;
@@ -111,15 +94,13 @@ __global__ void __cluster_dims__(Cluster, 1, 1) __launch_bounds__(kFewThreads)
   } else {
     int stage = 0;
     uint32_t phase = 0;
-    const auto release = [&] {  // the stage in front of the current one, which every block of the cluster writes to
-      const int before = (stage == 0 ? task.stages : stage) - 1;
-      if constexpr (Cluster > 1) {
-        if (threadIdx.x < Cluster) barrier_arrive(empty + before * 8, threadIdx.x);
-      } else if (threadIdx.x == 0) {
+    const auto release = [&] {  // the stage in front of the current one
+      if (threadIdx.x == 0) {
+        const int before = (stage == 0 ? task.stages : stage) - 1;
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + before * 8) : "memory");
       }
     };
-    for (int tile = first; tile < end; tile += static_cast<int>(gridDim.x)) {
+    for (int tile = first; tile < task.tiles; tile += static_cast<int>(gridDim.x)) {
       float acc[kAcc], one[Tree ? kAcc : 1], two[Tree ? kAcc : 1], four[Tree ? kAcc : 1];
       int segment = 0;
       do {
@@ -202,30 +183,25 @@ __global__ void __cluster_dims__(Cluster, 1, 1) __launch_bounds__(kFewThreads)
       }
     }
   }
-  if constexpr (Cluster > 1) {  // the other block may still write here
-    __syncwarp();
-    cluster_sync();
-  }
 }
 
-template <int Tokens, int RowsW, int Depth, bool Tree, int Cluster>
+template <int Tokens, int RowsW, int Depth, bool Tree>
 void launch_few(FewRows task, Matrix x, Matrix w, int per_processor, cudaStream_t stream) {
   constexpr int kStage = kBytesOfStage<Tokens, RowsW, Depth>;
-  const auto kernel = few_rows_kernel<Tokens, RowsW, Depth, Tree, Cluster>;
+  const auto kernel = few_rows_kernel<Tokens, RowsW, Depth, Tree>;
   const int processors = once_a_device([kernel](int device) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared - 1024), "shared memory");
     return processors_of(device);
   });
   task.w = tensor_map(w, 64, RowsW);
-  task.x = tensor_map(x, 64, Tokens / Cluster);
+  task.x = tensor_map(x, 64, Tokens);
   task.steps = static_cast<int>((x.cols + Depth - 1) / Depth);
   task.segment_steps = std::max(task.steps / task.segments, 1);
   task.stages = std::min((kMostShared / per_processor - 3 * 1024) / (kStage + 16), kMostStages);
   task.tiles = static_cast<int>((w.rows + RowsW - 1) / RowsW);
-  const int clusters = (task.tiles + Cluster - 1) / Cluster;
-  const int most = std::min(processors * per_processor / Cluster, clusters), rounds = (clusters + most - 1) / most;
+  const int most = std::min(processors * per_processor, task.tiles), rounds = (task.tiles + most - 1) / most;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>((clusters + rounds - 1) / rounds * Cluster));
+  config.gridDim = dim3(static_cast<unsigned>((task.tiles + rounds - 1) / rounds));
   config.blockDim = dim3(kFewThreads);
   config.dynamicSmemBytes = static_cast<size_t>(task.stages * (kStage + 16) + 1024);
   config.stream = stream;
@@ -237,14 +213,14 @@ void launch_few(FewRows task, Matrix x, Matrix w, int per_processor, cudaStream_
   check(cudaLaunchKernelEx(&config, kernel, task), "few rows launch");
 }
 
-template <int Tokens, int Depth, int Cluster>
-void choose(const FewRows& task, Matrix x, Matrix w, FewRowsLaunch how, cudaStream_t stream) {
+template <int Tokens, int Depth>
+void choose(const FewRows& task, Matrix x, Matrix w, int rows_w, int per_processor, cudaStream_t stream) {
   if (task.segments > 1) {
-    launch_few<Tokens, 32, Depth, true, Cluster>(task, x, w, how.per_processor, stream);
-  } else if (how.rows == 32) {
-    launch_few<Tokens, 32, Depth, false, Cluster>(task, x, w, how.per_processor, stream);
+    launch_few<Tokens, 32, Depth, true>(task, x, w, per_processor, stream);
+  } else if (rows_w == 32) {
+    launch_few<Tokens, 32, Depth, false>(task, x, w, per_processor, stream);
   } else {
-    launch_few<Tokens, 64, Depth, false, Cluster>(task, x, w, how.per_processor, stream);
+    launch_few<Tokens, 64, Depth, false>(task, x, w, per_processor, stream);
   }
 }
 
@@ -260,13 +236,13 @@ void few_rows(Matrix x, Matrix w, int segments, void* out, bool wide, FewRowsLau
   task.wide = wide;
   task.dependent = how.dependent;
   if (x.rows <= 8) {
-    choose<8, 256, 1>(task, x, w, how, stream);
+    choose<8, 256>(task, x, w, how.rows, how.per_processor, stream);
   } else if (x.rows <= 16) {
-    choose<16, 256, 1>(task, x, w, how, stream);
+    choose<16, 256>(task, x, w, how.rows, how.per_processor, stream);
   } else if (x.rows <= 32) {
-    how.cluster == 2 ? choose<32, 256, 2>(task, x, w, how, stream) : choose<32, 256, 1>(task, x, w, how, stream);
+    choose<32, 256>(task, x, w, how.rows, how.per_processor, stream);
   } else {
-    how.cluster == 2 ? choose<64, 128, 2>(task, x, w, how, stream) : choose<64, 128, 1>(task, x, w, how, stream);
+    choose<64, 128>(task, x, w, how.rows, how.per_processor, stream);
   }
 }
 

@@ -89,11 +89,10 @@ void finish(float* nodes, int slots, const int* merges, int count, int root, con
 void gradient_in_place(Rows rows, Upstream upstream, Matrix kept, cudaStream_t stream);
 // Statistics of the leaves of fp32 logits.
 void logits_statistics(Rows rows, Matrix logits, cudaStream_t stream);
-// How few_rows runs: rows of w a tile (32 or 64), blocks a processor (1 or 2), blocks that load x together (1, or 2: so with
-// more than 16 rows of x), and whether it may start while the kernel in front still runs (it then only prefetches w until
-// that one has finished).
+// How few_rows runs: rows of w a tile (32 or 64), blocks a processor (1 or 2), and whether it may start while the kernel in
+// front still runs (it then only prefetches w until that one has finished).
 struct FewRowsLaunch {
-  int rows = 32, per_processor = 1, cluster = 1;
+  int rows = 32, per_processor = 1;
   bool dependent = false;
 };
 // out[M, N] = x[M, K] w[N, K]^T for M up to 64; K in segments of a multiple of 256, merged in a tree (32 rows a tile).

@@ -32,7 +32,7 @@ def some_launch(source, n, k, segments):
     with contextlib.ExitStack() as stack:
         if source.random() < 0.7:
             few = {"rows": source.choice([32, 64]) if segments == 1 else 32, "per_processor": source.choice([1, 2]),
-                   "cluster": source.choice([1, 2]), "dependent": source.choice([0, 1])}  # fmt: skip
+                   "dependent": source.choice([0, 1])}  # fmt: skip
             table = "linear_few_sm90" if segments > 1 else f"linear_few_{n}x{k}_sm90"
             stack.enter_context(override_launch(table, few))
             stack.enter_context(override_launch("linear_segments_sm90", {"longest": 1 << 60}))

@@ -23,10 +23,9 @@ def test_rows_of_few_rows():
         several = name == "linear_few_sm90"
         assert several or re.fullmatch(r"linear_few_\d+x\d+_sm90", name)
         for row in TABLE[name]:
-            assert set(row) == {"upto", "rows", "per_processor", "cluster", "dependent"}
+            assert set(row) == {"upto", "rows", "per_processor", "dependent"}
             assert row["rows"] in ((32,) if several else (0, 32, 64))
             assert row["per_processor"] in (1, 2) and row["dependent"] in (0, 1)
-            assert row["cluster"] in ((1, 2) if row["upto"] > 16 else (1,))
 
 
 def test_rows_of_named_algorithms():

@@ -6,9 +6,9 @@
 Which kernel serves what is data, so speed alone changes with it. Rows of the launch table:
 
 * ``linear_few_NxK_sm90`` for one segment, ``linear_few_sm90`` for several, by M: rows of w a tile (0: the library),
-  blocks a processor, blocks in a cluster that loads x together, and ``dependent``: whether the kernel may start while
-  the one in front of it still runs. Such a launch prefetches weights into the L2, where later writes stay visible, and
-  waits for all work in front of it before it reads or writes anything else, in streams and in graphs alike;
+  blocks a processor, and ``dependent``: whether the kernel may start while the one in front of it still runs. Such a
+  launch prefetches weights into the L2, where later writes stay visible, and waits for all work in front of it before
+  it reads or writes anything else, in streams and in graphs alike;
 * ``linear_library_NxK_sm90`` for one segment and bf16 results, by M: an algorithm of cuBLASLt by its attributes where
   the library's own choice is slower (id 0: its own choice). Rows name single values of M, those that were
   measured, and serve cuBLASLt 13.1 alone: with another version the library chooses, slower at these sizes;
@@ -59,9 +59,7 @@ def _readable(x: torch.Tensor) -> bool:
 
 
 def _few(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, segments: int, how: dict[str, int]) -> torch.Tensor:
-    torch.ops.rlk.sm90_few_rows(
-        x, w, segments, how["rows"], how["per_processor"], how["cluster"], bool(how["dependent"]), out
-    )
+    torch.ops.rlk.sm90_few_rows(x, w, segments, how["rows"], how["per_processor"], bool(how["dependent"]), out)
     return out
 
 
@@ -102,10 +100,9 @@ def _probe() -> frozenset[str]:
     for m in (8, 16, 32, 64):
         x = heavy(m, 2048)
         for segments, rows in ((1, 32), (1, 64), (2, 32), (8, 32)):
-            for cluster in (1, 2) if m > 16 else (1,):
-                how = {"rows": rows, "per_processor": 1, "cluster": cluster, "dependent": 0}
-                found = _few(x, w, empty(m, 272), segments, how)
-                compare(f"few {m} rows {rows}", found, expected(x, w.t(), segments))
+            how = {"rows": rows, "per_processor": 1, "dependent": 0}
+            found = _few(x, w, empty(m, 272), segments, how)
+            compare(f"few {m} rows {rows}", found, expected(x, w.t(), segments))
     a, w = heavy(200, 2048), heavy(528, 2048)
     for transposed, b in ((False, w), (True, w.t().contiguous())):
         for segments in (2, 4, 8):
