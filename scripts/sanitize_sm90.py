@@ -163,6 +163,17 @@ part("linear_logp recompute, 8 segments")(functools.partial(both, 0, 8, False))
 part("linear_logp main_grad")(functools.partial(both, 512, None, True))
 
 
+@part("products with tokens as columns")
+def tokens_as_columns() -> None:
+    """dH with tokens as columns of its tiles (176 and 2 x 160), and dW without the last zeros."""
+    for tokens in (169, 300):
+        d, w, h = normal(tokens, 16456, seed=1), normal(16456, 136, seed=2, scale=0.1), normal(tokens, 136, seed=3)
+        dh, dw = torch.empty(tokens, 136, device="cuda"), torch.empty(16456, 136, dtype=BF16, device="cuda")
+        sm90.products(d, w, h, dh=dh, dw=dw)
+        close(dh, d.double() @ w.double())
+        close(dw, d.double().T @ h.double())
+
+
 @part("linear_logp forward alone")
 def forward_alone() -> None:
     h, w, t = operands(ignored=0)

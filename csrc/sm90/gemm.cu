@@ -109,6 +109,10 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     Problem& problem = params.problem[params.problems++];
     problem.a = tensor_map(task.dlogits, kTileK, kTileM);
     problem.b = tensor_map(task.weight, 64, kTileK);
+    // As many as suit all tokens: where fewer take part, the kernel chooses a number up to that, or tokens as rows.
+    const int columns = tokens_a_tile(static_cast<int>(tokens), kTileN);
+    problem.box = columns > 0 ? (columns / kCluster + 7) / 8 * 8 : kTileN / kCluster;
+    problem.tokens = tensor_map(task.dlogits, kTileK, problem.box);
     shape(problem, tokens, width, task.columns, kRows);
     problem.k_begin = static_cast<int>(task.first_column);
     problem.output = kBlocks;

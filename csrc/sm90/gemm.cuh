@@ -16,6 +16,7 @@
 //   kStore        bf16 or fp32 output; the accumulators may continue from fp32 values, or k may be cut into blocks
 #pragma once
 #include "epilogue.cuh"
+#include "tokens_as_columns.cuh"
 
 namespace rlk::sm90 {
 
@@ -52,8 +53,8 @@ struct Consumer {
 
 // The next `Count` tiles of k for one half, which starts a group of products in flight. continued: the accumulators hold
 // values to go on from. The stages stay taken. Arrived: the other half has waited for them, and nothing but products has
-// touched these accumulators.
-template <int Count, bool Arrived, int TransposeA, int TransposeB>
+// touched these accumulators. LastSteps: steps of 16 k of the last tile.
+template <int Count, bool Arrived, int TransposeA, int TransposeB, int LastSteps = kTileK / 16>
 __device__ __forceinline__ void multiply_half(float (&acc)[64], int half, bool continued, const Consumer& c) {
   constexpr int kStepA = TransposeA ? 2048 : 32, kStepB = TransposeB ? 2048 : 32;  // bytes from one k16 to the next
   Ring at = c.ring;
@@ -65,6 +66,7 @@ __device__ __forceinline__ void multiply_half(float (&acc)[64], int half, bool c
     if constexpr (!Arrived) wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTileK / 16; ++k) {
+      if (i + 1 == Count && k >= LastSteps) break;
       wgmma_64x128x16<TransposeA, TransposeB>(
           acc, a + (k * kStepA >> 4), b + (k * kStepB >> 4), continued || i > 0 || k > 0);
     }
@@ -163,9 +165,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0) {
     const int active = params.active != nullptr ? max(*params.active - params.skipped, 0) : INT_MAX;
-    shapes[0].set(params.problem[0], active);
+    shapes[0].set<Kind, true>(params.problem[0], active);
     shapes[1].all_tiles = 0;
-    if (params.problems > 1) shapes[1].set(params.problem[1], active);
+    if (params.problems > 1) shapes[1].set<Kind, false>(params.problem[1], active);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full + i * 8, 1);
       barrier_init(empty + i * 8, 2 * kCluster);
@@ -221,7 +223,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         }
         if (id >= tiles) break;
         if (rank == 0) schedule();
-        const Tile tile = locate(params, shapes, id, rank);
+        const Tile tile = locate<Kind == kStore>(params, shapes, id, rank);
         const Problem& problem = *tile.problem;
         for (int kt = 0; kt < tile.k_tiles; ++kt) {
           int k = tile.k_first + kt * kTileK;
@@ -230,6 +232,13 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
           }
           barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
           const uint32_t barrier = full + ring.stage * 8, a = base + ring.stage * kBytesStage, b = a + kBytesA;
+          if constexpr (Kind == kStore) {
+            if (tile.shape->tokens > 0) {
+              load_tokens(tile, rank, k, barrier, a, b);
+              ring.next();
+              continue;
+            }
+          }
           barrier_expect(barrier, kBytesStage);
           if (problem.transposed_a) {
             load_tile(a, &problem.a, barrier, tile.m, k);
@@ -266,18 +275,25 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     const Stager stager{staging + own * kBytesStaging + (thread / 32) * 4096, thread % 32};
     float left[64], right[64];
     int id = next_tile(slot, phase, thread % 32 == 0);
-    if constexpr (Kind == kStore && Edge > 0) {
+    if constexpr (Kind == kStore) {
       // Tiles of dH, where there is one, come first. Their halves end together: few tiles, with many products each.
-      const int first = params.problems > 1 ? shapes[0].all_tiles : 0;
+      const int first = params.problem[0].output == kBlocks ? shapes[0].all_tiles : 0;
       while (id < first) {
-        const Tile tile = locate(params, shapes, id, rank);
+        const Tile tile = locate<true>(params, shapes, id, rank);
         forget(left);
         forget(right);
-        multiply_both<0, 1>(left, right, tile.k_tiles, false, consumer);
-        store_block(left, 0, tile, rank, own, thread);
-        store_block(right, 1, tile, rank, own, thread);
+        if (tile.shape->tokens > 0) {
+          multiply_tokens(left, right, tile, consumer);
+          store_tokens(left, right, tile, rank, own, thread);
+        } else {
+          multiply_both<0, 1>(left, right, tile.k_tiles, false, consumer);
+          store_block(left, 0, tile, rank, own, thread);
+          store_block(right, 1, tile, rank, own, thread);
+        }
         id = next_tile(slot, phase, thread % 32 == 0);
       }
+    }
+    if constexpr (Kind == kStore && Edge > 0) {
       if (id < tiles) {
         Tile tile = locate(params, shapes, id, rank);
         forget(left);
@@ -307,20 +323,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         const Tile tile = locate(params, shapes, id, rank);
         start_half(left, 0, tile, own, thread);
         start_half(right, 1, tile, own, thread);
-        if (tile.k_tiles > 0) {
-          if (tile.problem->transposed_a) {
-            multiply_both<1, 1>(left, right, tile.k_tiles, true, consumer);
-          } else {
-            multiply_both<0, 1>(left, right, tile.k_tiles, true, consumer);
-          }
-        }
-        if (tile.problem->output == kBlocks) {
-          store_block(left, 0, tile, rank, own, thread);
-          store_block(right, 1, tile, rank, own, thread);
-        } else {
-          store_half(left, 0, tile, stager, own, thread);
-          store_half(right, 1, tile, stager, own, thread);
-        }
+        if (tile.k_tiles > 0) multiply_both<1, 1>(left, right, tile.k_tiles, true, consumer);
+        store_half(left, 0, tile, stager, own, thread);
+        store_half(right, 1, tile, stager, own, thread);
         id = next_tile(slot, phase, thread % 32 == 0);
       }
     } else if (id < tiles) {

@@ -14,8 +14,10 @@ inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) 
 
 inline int64_t tiles(const Problem& problem) {
   const int64_t tiles_m = ceil_div(problem.rows, kTileM), tiles_n = ceil_div(problem.cols, kTileN);
-  const int64_t blocks = problem.output == kBlocks ? ceil_div(ceil_div(problem.depth, kTileK), kBlockTiles) : 1;
-  return blocks * (tiles_m / kCluster * tiles_n + tiles_m % kCluster * ceil_div(tiles_n, kCluster));
+  if (problem.output == kBlocks) {  // the most there may be, whether tokens are rows or columns
+    return static_cast<int64_t>(ceil_div(ceil_div(problem.depth, kTileK), kBlockTiles)) * ceil_div(tiles_m, kCluster) * tiles_n;
+  }
+  return tiles_m / kCluster * tiles_n + tiles_m % kCluster * ceil_div(tiles_n, kCluster);
 }
 
 template <int Kind, int Edge>

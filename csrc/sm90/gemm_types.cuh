@@ -14,6 +14,7 @@ constexpr int kTileSlots = 2;
 constexpr int kBytesShared = kStages * kBytesStage + 2 * kBytesStaging + 256 + 1024;
 
 constexpr int kBeyond = 1 << 30;  // a coordinate outside of every matrix
+constexpr int kLeastTokens = 160;  // in a tile with tokens as columns
 
 enum Epilogue { kStatistics = 0, kGradient = 1, kStore = 2 };
 enum Output { kBf16 = 0, kFloat = 1, kFloatAccumulate = 2, kBlocks = 3 };
@@ -22,8 +23,19 @@ enum Dynamic { kFixed = 0, kRows = 1, kDepth = 2 };  // which size of a product 
 // kBlocks: k is cut into blocks of this many tiles; each block is a chain of its own, added to out_float in order.
 constexpr int kBlockTiles = 16384 / kTileK;
 
+// Tokens a tile where `rows` of them had better be columns than rows (tokens_as_columns.cuh), else 0. At most `most`. There
+// are as many tiles as clusters take rows in then, an odd tile of rows rounded up.
+__host__ __device__ __forceinline__ int tokens_a_tile(int rows, int most) {
+  const int as_rows = (rows + kTileM - 1) / kTileM, across = (as_rows + 1) / kCluster;
+  int each = kLeastTokens;
+  while (across * each < rows) each += 8;
+  const int saved = as_rows * kTileM - across * each;
+  return each <= most && saved * 32 >= as_rows * kTileM && rows > 0 ? each : 0;  // less is lost to shorter products
+}
+
 struct Problem {
   CUtensorMap a, b;
+  CUtensorMap tokens;       // kBlocks: A in boxes of `box` rows, for tiles with tokens as columns
   __nv_bfloat16* out;       // kBf16: [M, N]
   int64_t out_stride;
   int rows, cols, depth;    // M, N, K
@@ -37,6 +49,7 @@ struct Problem {
   int continues;            // kBlocks: the first block is added to out_float as well
   int least;                // tiles of k a tile has at least; those beyond K are zeros, which change no sum
   int* order;               // kBlocks: zeros, 4 for each tile of a cluster: blocks finished
+  int box;                  // kBlocks: half of the most tokens a tile may have as columns
 };
 
 struct Vocabulary {
@@ -64,8 +77,11 @@ struct Shape {
   int pairs, odd;          // tiles of 256 rows; 1: 128 more, there a cluster computes 128 x 512, without sharing
   int tiles_n, tiles_k;
   int filled;              // tiles of k that are not beyond K
+  int tokens;              // columns of a tile where tokens are columns, else 0; there `pairs` counts such tiles
+  bool brief;              // the last tile of k has zeros in its second half, and some in what is not zero of the first
   int tiles, all_tiles;    // of one block of k, of all
 
+  template <int Kind, bool First>
   __device__ void set(const Problem& problem, int active) {
     rows = problem.dynamic == kRows ? min(problem.rows, active) : problem.rows;
     const int depth = problem.dynamic == kDepth ? min(problem.depth, active) : problem.depth;
@@ -73,9 +89,21 @@ struct Shape {
     const int tiles_m = (rows + kTileM - 1) / kTileM;
     pairs = tiles_m / kCluster;
     odd = tiles_m % kCluster;
+    tokens = 0;
+    if constexpr (Kind == kStore && First) {
+      if (problem.output == kBlocks) tokens = tokens_a_tile(rows, problem.box * kCluster);
+      if (tokens > 0) {
+        pairs += odd;
+        odd = 0;
+      }
+    }
     tiles_n = (problem.cols + kTileN - 1) / kTileN;
     filled = (depth + kTileK - 1) / kTileK;
     tiles_k = max(filled, problem.least);
+    if constexpr (Kind == kStore) {
+      const int last = depth - (tiles_k - 1) * kTileK;
+      brief = last > 0 && last < kTileK / 2 && last % 16 != 0;
+    }
     tiles = pairs * tiles_n + odd * ((tiles_n + kCluster - 1) / kCluster);
     all_tiles = problem.output == kBlocks ? tiles * ((tiles_k + kBlockTiles - 1) / kBlockTiles) : tiles;
   }
@@ -90,6 +118,8 @@ struct Tile {
   bool shares;           // the blocks of the cluster have the columns of B in common
 };
 
+// MayBeColumns: tokens may be columns of the tile (dH). The others' kernels are too short of registers for what it takes.
+template <bool MayBeColumns = false>
 __device__ __forceinline__ Tile locate(const Params& params, const Shape* shapes, int id, uint32_t rank) {
   const int which = id >= shapes[0].all_tiles, local_id = which ? id - shapes[0].all_tiles : id;
   const Problem& problem = params.problem[which];
@@ -110,6 +140,9 @@ __device__ __forceinline__ Tile locate(const Params& params, const Shape* shapes
     tile.m = shape.pairs * kCluster * kTileM;
     tile.n = (first + wide * kCluster + static_cast<int>(rank)) * kTileN;
     tile.shares = false;
+  } else if (MayBeColumns && shape.tokens > 0) {
+    tile.m = ((first + inside % width) * kCluster + static_cast<int>(rank)) * kTileM;
+    tile.n = inside / width * shape.tokens;
   } else {
     tile.m = (inside / width * kCluster + static_cast<int>(rank)) * kTileM;
     tile.n = (first + inside % width) * kTileN;

@@ -202,6 +202,106 @@ def test_policy_loss_of_few_tokens_and_without_gradients(tokens):
     assert metrics.keys() == names.keys() and metrics["tokens"] == tokens and weight.grad.shape == w.shape
 
 
+# Tokens as columns of a tile of dH wherever that wastes less: 160 to 248 of them; elsewhere, or few, they are rows.
+COLUMNS = [129, 136, 160, 161, 200, 248, 249, 256, 257, 300, 384, 385, 555, 796, 800, 900, 1000, 1820, 1856]
+
+
+def product_operands(tokens, width, columns, seed=0):
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    d = sm90.new_kept(tokens, columns, torch.device("cuda"))
+    d.copy_(torch.randn(tokens, columns, device="cuda", generator=g))
+    h = torch.randn(tokens, width, device="cuda", generator=g).bfloat16()
+    w = torch.empty(columns, width, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02, generator=g)
+    return d, w, h
+
+
+def dh_of_rows(d, w, h, **more):
+    """dH, 128 tokens a call: as many are always rows of their tile."""
+    parts = []
+    for first in range(0, len(d), 128):
+        part = slice(first, first + 128)
+        parts.append(torch.empty(h[part].shape, device="cuda"))
+        sm90.products(d[part], w, h[part], dh=parts[-1], **more)
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("width", [1024, 2048, 4096, 520])
+@pytest.mark.parametrize("tokens", COLUMNS)
+def test_tokens_as_rows_or_columns(tokens, width):
+    d, w, h = product_operands(tokens, width, 33000)  # three blocks, the last one short
+    expected = dh_of_rows(d, w, h)
+    for with_dw in (False, True):
+        found = torch.full_like(expected, 7.0)
+        sm90.products(d, w, h, dh=found, dw=torch.empty_like(w) if with_dw else None)
+        assert_same([found], [expected])
+        for count in {0, 1, tokens - 128, tokens // 2, tokens - 8, tokens - 1} - {
+            -1
+        }:  # the kernel chooses by the count
+            found.fill_(7.0)
+            active = torch.tensor([count + 3], device="cuda", dtype=torch.int32)
+            sm90.products(d, w, h, dh=found, dw=torch.empty_like(w) if with_dw else None, active=active, skipped=3)
+            assert_same([found[:count]], [expected[:count]])
+            assert bool((found[count:] == 7.0).all())
+    d[tokens // 2, 5] = float("nan")  # stays in its row
+    changed = torch.empty_like(expected)
+    sm90.products(d, w, h, dh=changed)
+    rows = torch.arange(tokens, device="cuda") != tokens // 2
+    assert_same([changed[rows]], [expected[rows]])
+    assert bool(changed[tokens // 2].isnan().all())
+
+
+@pytest.mark.parametrize("tokens", [300, 796, 1820])
+def test_tokens_as_columns_of_a_segment(tokens):
+    d, w, h = product_operands(tokens, 1024, 40003)
+    for first, last in ((128, 128 + 16384 + 64), (19968, 40003), (39936, 40003)):
+        found = torch.full(h.shape, 7.0, device="cuda")
+        sm90.products(d, w, h, dh=found, first=first, last=last)
+        assert_same([found], [dh_of_rows(d, w, h, first=first, last=last)])
+    whole = torch.empty_like(found)
+    sm90.products(d, w, h, dh=whole)
+    assert differing(whole, found) > 0
+
+
+@pytest.mark.parametrize("last", [1, 15, 16, 17, 28, 31, 32, 33, 63, 64])
+@pytest.mark.parametrize("tiles", [4, 12])
+def test_zeros_left_out_of_dw_change_nothing(tiles, last):
+    """The second half of the last tile of tokens, where it is zeros, is multiplied only where the chain continues."""
+    tokens = tiles * 64 + last
+    d, w, h = product_operands(tokens, 1024, 2048)
+    d[:, :64] = -0.0
+    h[:, ::3], h[:, 1::3] = h[:, ::3].abs(), -h[:, 1::3].abs()  # sums of -0, of 0, of both
+    d[:, 64:128] = torch.where(torch.rand(tokens, 64, device="cuda") < 0.5, -0.0, 0.0)
+    d[3, 130], h[5, 7] = float("inf"), float("nan")
+    whole, found, start = (torch.empty(w.shape, device="cuda") for _ in range(3))
+    sm90.products(d, w, h, dw=whole)
+    rest = (
+        torch.zeros(64 - last, 2048, device="cuda", dtype=d.dtype),
+        torch.zeros(64 - last, 1024, device="cuda").bfloat16(),
+    )
+    sm90.products(torch.cat([d, rest[0]]), w, torch.cat([h, rest[1]]), dw=found)  # nothing is left out
+    assert_same([whole], [found])
+    active = torch.tensor([tokens], device="cuda", dtype=torch.int32)
+    more = torch.zeros(64, 2048, device="cuda", dtype=d.dtype), torch.zeros(64, 1024, device="cuda").bfloat16()
+    sm90.products(torch.cat([d, more[0]]), w, torch.cat([h, more[1]]), dw=found.zero_(), active=active)
+    assert_same([whole], [found])
+    sm90.products(d[:64], w, h[:64], dw=start)
+    sm90.products(d[64:], w, h[64:], dw=found.zero_(), dw_init=start)
+    assert_same([whole[128:]], [found[128:]])  # a chain that starts from 0 need not keep -0
+
+
+@pytest.mark.parametrize("tokens", [300, 796, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.2])
+@pytest.mark.parametrize("segments", [1, 8])
+def test_schedules_agree_with_tokens_as_columns(tokens, share, segments):
+    h, w, t = operands(tokens, 1024, 40960, 40000)
+    g = torch.Generator(device="cuda").manual_seed(5)
+    t = torch.where(torch.rand(tokens, device="cuda", generator=g) < share, -100, t)
+    common = {"grad_segments": segments, "global_vocab_size": 40000, "temperature": mixed_temperature(tokens)}
+    kept = both(h, w, t, **common)
+    assert_same(both(h, w, t, mib=1, **common), kept)
+    assert_same(both(h, w, t, backend="triton", **common), kept)
+
+
 def test_one_chain_of_tokens_in_chunks():
     h, w, t = operands(513, 1024, 2048, 2048)
     d = torch.randn(513, 2048, device="cuda").bfloat16()
