@@ -77,8 +77,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(
   Matrix head = matrix(weight, "weight");
   STD_TORCH_CHECK(width % 8 == 0 && head.cols == width && columns >= 0 && columns <= head.rows,
                   "hidden must be [T, H] and weight [>= columns, H] with H a multiple of 8");
-  STD_TORCH_CHECK(keep == columns || (keep >= 0 && keep < columns && keep % kTileColumns == 0),
-                  "keep: all columns, or whole tiles of 256 of the first ones");
+  STD_TORCH_CHECK(keep == columns || keep == 0 || (keep > 0 && keep < columns && keep % kTileColumns == 0 && width > 256),
+                  "keep: all columns, none, or whole tiles of 256 of the first ones (H above 256)");
   STD_TORCH_CHECK(targets.numel() == tokens, "targets must have one value a row");
   STD_TORCH_CHECK(!temperatures.has_value() || temperatures->numel() == tokens, "temperatures: one value a row");
   const int32_t real = aoti_torch_dtype_float32(), half = aoti_torch_dtype_bfloat16();

@@ -34,6 +34,7 @@ from rl_kernel.ops.linear_logp.workspace import workspace_bytes
 from rl_kernel.registry import Request
 
 TILE_COLUMNS = 256
+SHORT_PRODUCT = 256  # hidden sizes up to this keep all logits or none
 _SEPARATE = 1320  # 20 rounds of the 66 clusters of an H100 or H200
 WORKSPACE_BYTES = workspace_bytes(512)
 

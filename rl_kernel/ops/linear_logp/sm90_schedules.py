@@ -65,6 +65,8 @@ class Call:
         backward has to hold in any case, beside the fp32 gradient of the hidden states and a copy of these."""
         if self.kept_bytes(tokens) <= sm90.WORKSPACE_BYTES:
             return self.columns
+        if width <= sm90.SHORT_PRODUCT:
+            return 0
         fit = (sm90.WORKSPACE_BYTES - 6 * tokens * width) // (tokens * (2 + 12 / VOCAB_LEAF))
         ends = (
             min(first + VOCAB_BLOCK, end)
