@@ -149,7 +149,7 @@ def of_ours(name: str, h: torch.Tensor, w: torch.Tensor, t: torch.Tensor, g: tor
         return linear_logp(h, w, t).logp
 
     bound(8192)
-    with torch.no_grad():  # as after the rollout: no ratio is clipped, no row's gradient is zero (which takes less power)
+    with torch.no_grad():  # as after the rollout: no ratio is clipped, no row's gradient zero (which takes less power)
         old = linear_logp(h, w, t).logp
 
     def fused() -> Tensors:
