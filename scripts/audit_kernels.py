@@ -127,6 +127,12 @@ def calls(family: str, sample: bool) -> Iterator[tuple[str, Callable[[], object]
     yield "logp", lambda: logp.leaf_stats(x, row, 151936)
     yield "logp", lambda: logp.whole_rows(stats, row)
     yield "logp", lambda: logp.dlogits(x, row, ids, three, three, 151936)
+    kept, kept_stats = empty(64, 16384), empty(3, 64, 128, dtype=F32)
+    fused = importlib.import_module("rl_kernel.ops.linear_logp.kept")
+    for t in (row, None):
+        yield "linear_logp", partial(logp.write_leaf_stats, x, t, 16384, kept_stats, 0, ids, 0, row, kept)
+        yield "linear_logp", partial(fused.make_dlogits, kept, kept_stats[0], t, ids, three, three)
+        yield "linear_logp", partial(fused.write_dlogits, x, t, ids, three, three, 16384, kept)
     sampling, numbers = backend("sampling"), empty(64, dtype=torch.float64)
     yield "sampling", lambda: sampling.sample(x, row, numbers, 151936)
     yield "sampling", lambda: sampling.fill_uniforms(ids, ids, numbers)

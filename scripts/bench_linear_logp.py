@@ -14,7 +14,8 @@ has two turns at every shape, ours, torch.compile and QuACK up to four as the ti
 order, so that a drift of the clock meets all of them. A turn is 3 warm-up and 6 timed calls (2 and 4 from 1.2e12
 multiply-adds a product on) after a rest, CUDA events around each call. A figure is the median of all timed calls, its
 spread the range of the medians of the turns. The upstream gradient is one value a token; a peer that only takes the
-mean loss is marked. Inputs have the peaked softmax of a trained model.
+mean loss is marked. Inputs have the peaked softmax of a trained model; the policy loss is that of the rollout's own
+weights, where no ratio is clipped (a row whose gradient is zero costs less).
 
 Two methods: ``queued`` lets calls follow each other without waiting for the GPU in between, as a training step does
 (caches are not cleared: the weight alone is larger than the L2); ``latency`` waits after each call, so that the time of

@@ -148,7 +148,9 @@ def of_ours(name: str, h: torch.Tensor, w: torch.Tensor, t: torch.Tensor, g: tor
         bound(8192)
         return linear_logp(h, w, t).logp
 
-    old = torch.zeros(t.shape[0], device=t.device) - 1.0
+    bound(8192)
+    with torch.no_grad():  # as after the rollout: no ratio is clipped, no row's gradient zero (which takes less power)
+        old = linear_logp(h, w, t).logp
 
     def fused() -> Tensors:
         bound(512)
@@ -159,7 +161,8 @@ def of_ours(name: str, h: torch.Tensor, w: torch.Tensor, t: torch.Tensor, g: tor
         return Variant(without_gradients(forward, h, w, t), scheduled(8192), 6, True)
     if name == "fused policy loss, 512 MiB":
         return Variant(None, fused, 6, True)
-    return Variant(None, scheduled(512 if h.shape[0] > 4000 else 64), 8, True)  # 512 MiB would keep few tokens' logits
+    tokens = h.shape[0]  # 512 MiB would keep all logits of few tokens
+    return Variant(None, scheduled(512 if tokens > 4000 else 128 if tokens > 1000 else 64), 8, True)
 
 
 OURS = ("kept", "fused policy loss, 512 MiB", "recompute")

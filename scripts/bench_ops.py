@@ -11,11 +11,12 @@ for memory-bound operators the time to move their bytes at the copy bandwidth of
 
 Times are the smaller of the medians of two passes of CUDA graph replays (linear_logp: one median of eager calls with
 gradients). The contenders of a row and their references take turns, so that a drift of the clock meets all of them;
-default cuBLAS takes its turn in its own process while this one waits. A graph of a linear or elementwise operator holds
-several calls (16 of an elementwise one, and 4 copies of a gigabyte) on buffers that together exceed the cache, and the
-time is that of one. "auto" is the backend that the registry takes; a second reference is for comparison and judges
-nothing. A first pass (``--cold`` skips it) runs every part once, in parallel processes,
-so that no kernel is compiled between measurements.
+default cuBLAS takes its turn in its own process while this one waits. A graph of a linear or elementwise operator
+holds several calls (16 of an elementwise one, and 4 copies of a gigabyte) on buffers that together exceed the cache,
+and the time is that of one. "sustained": turns of 50 ms without a pause, at the clock that the card holds in
+training. "auto" is the backend that the registry takes; a second reference is for comparison and judges nothing. A
+first pass (``--cold`` skips it) runs every part once, in parallel processes, so that no kernel is compiled between
+measurements.
 """
 
 from __future__ import annotations

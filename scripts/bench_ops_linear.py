@@ -82,6 +82,9 @@ class DefaultCublas:
             self.process.wait(60)
 
 
+SUSTAINED = 0.05  # seconds of one turn of two contenders without a pause: the clock is that of a card under load
+
+
 def linear_backends() -> dict[str, Any]:
     """What the registry takes, first and under its own name, then the library and Triton."""
     from rl_kernel import registry
@@ -169,6 +172,18 @@ def segments() -> None:
                     dict.fromkeys(bound, 1.10) if s > 2 and m >= 1024 else {},
                     6,
                     ("default cuBLAS, S=1", cublas.of(key)),
+                )
+            if m < 1024:
+                continue
+            long = replays(product_calls(key, library), SUSTAINED)
+            for s in (2, 4, 8):
+                compare(
+                    "linear, segments, sustained",
+                    f"{name} M={m} S={s}",
+                    "library, S=1",
+                    long,
+                    {auto: replays(product_calls(key, Segmented(backends[auto], s)), SUSTAINED)},
+                    {auto: 1.10} if s > 2 else {},
                 )
     cublas.close()
 

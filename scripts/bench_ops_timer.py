@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +15,11 @@ rows: list[dict[str, Any]] = []
 warming = False  # everything runs once and nothing is timed
 
 
-def replays(calls: Calls) -> Callable[[], float]:
-    """Captures the calls one after another; what is returned replays them and gives the microseconds of one."""
+def replays(calls: Calls, seconds: float = 0.0) -> Callable[[], float]:
+    """Captures the calls one after another; what is returned replays them and gives the microseconds of one.
+
+    ``seconds``: again and again for so long, without a wait between, as the card works in training.
+    """
     calls[0]()
     torch.cuda.synchronize()
     if warming:
@@ -26,15 +30,18 @@ def replays(calls: Calls) -> Callable[[], float]:
             results.append(call())  # held, so that no call writes where the one before it did
     results.clear()
 
-    def measure() -> float:
+    def measure(count: int = 1) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         graph.replay()
         start.record()
-        graph.replay()
+        for _ in range(count):
+            graph.replay()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3 / len(calls)
+        return start.elapsed_time(end) * 1e3 / (count * len(calls))
 
+    if seconds:
+        return functools.partial(measure, max(1, round(seconds * 1e6 / (measure() * len(calls)))))
     return measure
 
 

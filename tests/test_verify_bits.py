@@ -67,5 +67,5 @@ def test_every_record_of_the_tests_is_an_operator_of_the_table(script):
     }
     assert len(names) > 12
     assert {script.operator_of(name) for name in names} | {"attention", "attention_fa3"} == set(script.OPERATORS)
-    parts = {"batch", "graph", "random", "tokens"}
+    parts = {"batch", "graph", "kept", "random", "tokens"}
     assert {name.removeprefix(script.operator_of(name)).strip("_") for name in names} <= parts | {""}

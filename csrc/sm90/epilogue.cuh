@@ -163,8 +163,8 @@ struct TwoRows {
 };
 
 // One leaf for each of the thread's two rows: acc[4 j + 2 h + b] is column 8 j + 2 (lane % 4) + b of row h. `between`
-// runs when the arithmetic is done and only stores are left.
-template <int Kind, typename Between>
+// runs when the arithmetic is done and only stores are left. Some: whether some columns may be kept and others not.
+template <int Kind, bool Some, typename Between>
 __device__ __forceinline__ void vocabulary_leaf(
     float (&acc)[64], int leaf, const TwoRows& two, const Shape& shape, const Problem& problem, const Vocabulary& v,
     const Stager& stager, int group, int thread, Between between) {
@@ -244,7 +244,7 @@ __device__ __forceinline__ void vocabulary_leaf(
     }
   }
   between();
-  if (Kind == kGradient || v.keep) {
+  if (Kind == kGradient || (Some ? two.n < v.keep : v.keep > 0)) {
     stager.flush(problem.out, problem.out_stride, shape.store_rows, problem.cols,
                  two.m + group * 64 + (thread / 32) * 16, first);
   }

@@ -55,11 +55,11 @@ void output(Problem& problem, const Matrix& out) {
   problem.out_stride = out.stride;
 }
 
-Vocabulary vocabulary(const Rows& rows, bool keep) {
+Vocabulary vocabulary(const Rows& rows, int64_t keep) {
   Vocabulary v{};
   v.columns = rows.columns;
   v.leaves = rows.leaves;
-  v.keep = keep;
+  v.keep = static_cast<int>(keep);
   v.start = rows.start;
   v.targets = rows.targets;
   v.temperatures = rows.temperatures;
@@ -79,7 +79,7 @@ Params logits_params(const Matrix& hidden, const Matrix& weight, const Rows& row
   output(problem, out);
   shape(problem, hidden.rows, weight.rows, hidden.cols, kRows);
   params.problems = 1;
-  params.vocabulary = vocabulary(rows, out.data != nullptr);
+  params.vocabulary = vocabulary(rows, out.data != nullptr ? out.cols : 0);
   params.active = rows.active;
   params.skipped = rows.skipped;
   params.counter = counter;

@@ -343,10 +343,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       while (true) {
         const TwoRows two(tile, v, own, thread);
         end_tile<Edge, 0, 0>(left, right, tile.k_tiles, false, consumer, [&](auto finish) {
-          vocabulary_leaf<Kind>(left, 0, two, shapes[0], params.problem[0], v, stager, own, thread, finish);
+          vocabulary_leaf<Kind, (Edge > 0)>(left, 0, two, shapes[0], params.problem[0], v, stager, own, thread, finish);
         });
         auto finish_right = [&] {
-          vocabulary_leaf<Kind>(right, 1, two, shapes[0], params.problem[0], v, stager, own, thread, [] {});
+          vocabulary_leaf<Kind, (Edge > 0)>(right, 1, two, shapes[0], params.problem[0], v, stager, own, thread, [] {});
         };
         id = next_tile(slot, phase, thread % 32 == 0);
         if (id >= tiles) {

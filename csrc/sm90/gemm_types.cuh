@@ -54,7 +54,7 @@ struct Problem {
 
 struct Vocabulary {
   int columns, leaves;    // local columns that are real vocabulary; leaves of the local shard
-  int keep;               // write bf16 exp(z - leaf_max)
+  int keep;               // columns of which bf16 exp(z - leaf_max) is written: all, or whole tiles of the first ones
   int64_t start;          // subtracted from targets
   const int64_t* targets;                                // [M]
   const float* temperatures;                             // [M], or null for 1

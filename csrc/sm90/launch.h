@@ -24,7 +24,8 @@ struct Matrix {
   int64_t rows = 0, cols = 0, stride = 0;  // stride in elements between rows; columns are contiguous
 };
 
-// Statistics of the leaves of hidden weight^T / temperature; kept.data != null also writes bf16 exp(z - leaf_max).
+// Statistics of the leaves of hidden weight^T / temperature; kept.data != null also writes bf16 exp(z - leaf_max) of its
+// columns: all, or a multiple of 256 of the first ones.
 void statistics(Matrix hidden, Matrix weight, Rows rows, Matrix kept, int* counter, cudaStream_t stream);
 // bf16 gradient of the logits, recomputed from hidden and weight.
 void recompute(Matrix hidden, Matrix weight, Rows rows, Matrix dlogits, int* counter, cudaStream_t stream);

@@ -13,7 +13,7 @@
 namespace rlk::sm90 {
 namespace {
 
-constexpr int64_t kCounters = 64, kLeafColumns = 128;
+constexpr int64_t kCounters = 64, kLeafColumns = 128, kTileColumns = 256;
 constexpr int64_t kBlockColumns = 16384;  // a block of the chains of dh
 constexpr int64_t kSeparate = 1320;                       // 20 rounds of the 66 clusters of an H100 or H200
 
@@ -60,17 +60,25 @@ Matrix first_rows(Matrix matrix, int64_t first, int64_t count) {
   return matrix;
 }
 
+Matrix first_columns(Matrix matrix, int64_t first, int64_t count) {
+  matrix.data = static_cast<char*>(matrix.data) + first * 2;
+  matrix.cols = count;
+  return matrix;
+}
+
 // out [5, T] (logp, lse, entropy, m, log l; the last step only with `whole`, where all of the vocabulary is here),
-// ints, longs, reals (Slots), hidden states by slot [T, H], leaf statistics [3, T, L], and with `keep` bf16
-// exp(z - m_leaf) [T, columns rounded up to 8], else [0, 0].
+// ints, longs, reals (Slots), hidden states by slot [T, H], leaf statistics [3, T, L], and bf16 exp(z - m_leaf) of the first
+// `keep` columns [T, keep rounded up to 8], for 0 of them [0, 0].
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(
     Tensor hidden, Tensor weight, Tensor targets, Maybe temperatures, int64_t start, int64_t columns, int64_t ignore,
-    double absent, bool keep, bool whole) {
+    double absent, int64_t keep, bool whole) {
   const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
   const int64_t tokens = hidden.size(0), width = hidden.size(1), leaves = up(columns, kLeafColumns) / kLeafColumns;
   Matrix head = matrix(weight, "weight");
   STD_TORCH_CHECK(width % 8 == 0 && head.cols == width && columns >= 0 && columns <= head.rows,
                   "hidden must be [T, H] and weight [>= columns, H] with H a multiple of 8");
+  STD_TORCH_CHECK(keep == columns || keep == 0 || (keep > 0 && keep < columns && keep % kTileColumns == 0 && width > 256),
+                  "keep: all columns, none, or whole tiles of 256 of the first ones (H above 256)");
   STD_TORCH_CHECK(targets.numel() == tokens, "targets must have one value a row");
   STD_TORCH_CHECK(!temperatures.has_value() || temperatures->numel() == tokens, "temperatures: one value a row");
   const int32_t real = aoti_torch_dtype_float32(), half = aoti_torch_dtype_bfloat16();
@@ -102,12 +110,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(
 
   // The GPU works on the first kernel while the large tensors are allocated.
   Tensor stats = new_tensor(hidden, real, {3, tokens, leaves});
-  Tensor kept = new_tensor(hidden, half, {keep ? tokens : 0, keep ? up(columns, 8) : 0});
+  Tensor kept = new_tensor(hidden, half, {keep > 0 ? tokens : 0, up(keep, 8)});
   Rows rows = slots.rows(start, columns);
   leaves_of(rows, stats, tokens);
   head.rows = columns;
   Matrix values{};
-  if (keep) values = {kept.data_ptr(), tokens, columns, up(columns, 8)};
+  if (keep > 0) values = {kept.data_ptr(), tokens, keep, up(keep, 8)};
   statistics({picked.data_ptr(), tokens, width, width}, head, rows, values, slots.active + 1, stream);
   if (whole) merge(rows, tokens, slots.order, floats(out, "out"), tokens, stream);
   return {out, ints, longs, reals, picked, stats, kept};
@@ -137,11 +145,12 @@ class Tree {
   std::vector<std::pair<int64_t, Tensor>> finished_;
 };
 
-// Gradients. kept: as above, becomes the gradient of the logits; without it the logits are made again, a chunk of whole
-// blocks of columns at a time within `workspace` bytes. That of the hidden states is a tree over `segments` (a power of two)
-// of `segment_columns` columns each, the last ones possibly cut off or empty. dw [>= columns, H] bf16, or fp32 to which the
-// gradient is added; rows after `columns` are not written. Returns the gradient of the hidden states: fp32 sums by slot, or
-// bf16 by row; [0] unless need_hidden.
+// Gradients. kept: as above, becomes the gradient of its columns' logits, with their statistics `stats` [3, T, leaves]. The
+// logits of other columns are made again, a chunk of whole blocks of columns at a time: in the memory of `kept`, without it
+// within `workspace` bytes. Kept columns end with a block of a segment or with a segment. The gradient of the hidden states
+// is a tree over `segments` (a power of two) of `segment_columns` columns each, the last ones possibly cut off or empty. dw
+// [>= columns, H] bf16, or fp32 to which the gradient is added; rows after `columns` are not written. Returns the gradient of
+// the hidden states: fp32 sums by slot, or bf16 by row; [0] unless need_hidden.
 Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor ints, Tensor longs, Tensor reals,
                    Tensor out, Maybe grad_logp, Maybe grad_lse, Maybe grad_entropy, int64_t start, int64_t columns,
                    int64_t segments, int64_t segment_columns, bool tempered, bool need_hidden, bool by_row, Maybe dw,
@@ -159,11 +168,23 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
   const int32_t real = aoti_torch_dtype_float32(), half = aoti_torch_dtype_bfloat16();
   const Slots slots(ints, longs, reals, tokens, tempered);
   const cudaStream_t stream = stream_of(picked);
-  const int64_t available = (workspace - 4 * tokens * width) / (2 * tokens) / kBlockColumns;
-  const int64_t step = kept.has_value() ? columns : std::max<int64_t>(1, available) * kBlockColumns;
+  const int64_t kept_columns = kept.has_value() ? std::min(kept->size(1), columns) : 0;
+  const int64_t available = (workspace - 4 * tokens * width) / (2 * tokens);
+  const int64_t step =
+      std::max<int64_t>(1, (kept.has_value() ? kept_columns : available) / kBlockColumns) * kBlockColumns;
   const auto border = [&](int64_t segment) { return std::min(segment * segment_columns, columns); };
+  // Where the chunk of a segment that starts with column `first` ends: kept columns are one chunk.
+  const auto chunk_end = [&](int64_t first, int64_t segment_end) {
+    return std::min(first < kept_columns ? kept_columns : first + step, segment_end);
+  };
   int64_t chunks = 0;
-  for (int64_t i = 0; i < segments; ++i) chunks += (border(i + 1) - border(i) + step - 1) / step;
+  for (int64_t i = 0; i < segments; ++i) {
+    for (int64_t first = border(i); first < border(i + 1); first = chunk_end(first, border(i + 1))) {
+      STD_TORCH_CHECK(!need_hidden || (first - border(i)) % kBlockColumns == 0,
+                      "kept columns must end with a block or a segment");
+      ++chunks;
+    }
+  }
   const int64_t orders = 4 * (up(tokens, 256) / 256) * (up(width, 256) / 256);
   Tensor counters = new_tensor(picked, aoti_torch_dtype_int32(), {chunks * (4 + orders)});
   int* counter = data<int>(counters, "counters", ScalarType::Int);
@@ -173,18 +194,24 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
   upstream.zeros = counter;
   upstream.zero_count = counters.numel();
   Rows rows = slots.rows(start, columns);
-  Matrix dlogits{};
-  Tensor buffer;
+  Matrix buffer{};
+  Tensor own_buffer;
   if (kept.has_value()) {
-    STD_TORCH_CHECK(stats.has_value() && stats->dim() == 3 && stats->size(1) == tokens &&
-                        kept->size(0) == tokens && kept->size(1) == up(columns, 8),
-                    "kept logits need [3, T, L] statistics, and must be [T, columns rounded up to 8]");
+    STD_TORCH_CHECK(kept->size(0) == tokens && kept->size(1) == up(kept_columns, 8) && stats.has_value() &&
+                        stats->dim() == 3 && stats->size(1) == tokens &&
+                        stats->size(2) >= up(kept_columns, kLeafColumns) / kLeafColumns,
+                    "kept logits must be [T, columns rounded up to 8], with [3, T, L] statistics");
+    buffer = {data<void>(*kept, "kept", ScalarType::BFloat16), tokens, kept_columns, up(kept_columns, 8)};
     leaves_of(rows, *stats, tokens);
-    dlogits = {data<void>(*kept, "kept", ScalarType::BFloat16), tokens, columns, up(columns, 8)};
-    gradient_in_place(rows, upstream, dlogits, stream);
-  } else {
+    rows.columns = static_cast<int>(kept_columns);
+    gradient_in_place(rows, upstream, buffer, stream);
+  }
+  if (kept_columns < columns) {
     row_table(rows, upstream, tokens, slots.table, stream);
-    buffer = new_tensor(picked, half, {tokens * up(std::min({step, columns, segment_columns}), 8)});
+    if (!kept.has_value()) {
+      own_buffer = new_tensor(picked, half, {tokens * up(std::min({step, columns, segment_columns}), 8)});
+      buffer.data = own_buffer.data_ptr();
+    }
   }
 
   Backward task;
@@ -209,22 +236,19 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
         throw std::runtime_error("linear_logp backward: memory could not be set to zero");
       }
     }
-    for (int64_t first = begin; first < end; first += step, counter += 4 + orders) {
-      const int64_t count = std::min(step, end - first);
-      char* own = weight_gradient;
-      if (kept.has_value()) {  // the first product makes all of dw
-        task.weight = first_rows(head, 0, columns);
-        task.first_column = first;
-        weight_gradient = nullptr;
+    for (int64_t first = begin, next; first < end; first = next, counter += 4 + orders) {
+      next = chunk_end(first, end);
+      const int64_t count = next - first;
+      task.weight = first_rows(head, first, count);
+      if (first < kept_columns) {
+        task.dlogits = first_columns(buffer, first, count);
       } else {
-        task.weight = first_rows(head, first, count);
-        dlogits = {buffer.data_ptr(), tokens, count, up(count, 8)};
+        task.dlogits = {buffer.data, tokens, count, up(count, 8)};
         rows.start = start + first;
         rows.columns = static_cast<int>(count);
-        recompute(hidden, task.weight, rows, dlogits, counter, stream);
-        if (own != nullptr) own += first * width * (wide ? 4 : 2);
+        recompute(hidden, task.weight, rows, task.dlogits, counter, stream);
       }
-      task.dlogits = dlogits;
+      char* own = weight_gradient == nullptr ? nullptr : weight_gradient + first * width * (wide ? 4 : 2);
       task.columns = count;
       task.dh_continues = joins || first > begin;
       task.order = counter + 4;
@@ -301,7 +325,7 @@ void scale_op(Tensor x, Tensor factor) {
 STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
   m.def(
       "sm90_linear_logp(Tensor hidden, Tensor weight, Tensor targets, Tensor? temperatures, int start, int columns,"
-      " int ignore, float absent, bool keep, bool whole)"
+      " int ignore, float absent, int keep, bool whole)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "sm90_linear_logp_backward(Tensor weight, Tensor picked, Tensor(a!)? kept, Tensor? stats, Tensor ints,"

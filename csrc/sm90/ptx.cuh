@@ -17,8 +17,7 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// The lane, read where it is asked for: what follows from it is then not kept in registers from one tile to the next, of which
-// products under way leave few.
+// Asked for where it is needed rather than kept in a register, with all the addresses made of it.
 __device__ __forceinline__ int lane_now() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -120,6 +119,22 @@ __device__ __forceinline__ void load_tile_multicast(
       "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(members)
       : "memory");
 }
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Stores by copies: written to shared memory, store_fence by each thread that wrote, a barrier, then store_tile and
+// stores_commit by one thread. What lies outside the matrix is not stored.
+__device__ __forceinline__ void store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void store_tile(const CUtensorMap* map, uint32_t from, int x, int y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from), "r"(x),
+               "r"(y)
+               : "memory");
+}
+__device__ __forceinline__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// This thread's stores have read the shared memory.
+__device__ __forceinline__ void stores_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // ---------------------------------------------------------------- warpgroup matrix product
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -1,10 +1,12 @@
 // out[M, N] = A[M, K] B[N, K]^T with K in segments that merge in a binary tree, in one launch.
 //
 // A cluster of two blocks side by side computes 128 x 256 outputs, each block 128 x 128 and each of its two consumer
-// warpgroups 64 x 128: small enough that the accumulators of two segments and a finished subtree of two fit in registers;
-// of eight segments the subtree of four waits in shared memory. The blocks share A: each loads half of its rows and sends
-// them to both. While one warpgroup adds, the other's products run. Clusters of four share B as well and move a third fewer
-// bytes from the L2, but only 30 of them run on 132 processors, and the slowest wave decides.
+// warpgroups 64 x 128: small enough for three sets of accumulators in registers. Of four segments the chains use sets x, y,
+// z, x, and what is to be done with those that are finished is done under the next chain's products: the sum of the first
+// two under the third, the rest and the store under the next tile's first. Only after the fourth must the products wait, for
+// one sum. Of eight segments the sum of the first four waits in shared memory. The blocks share A: each loads half of its
+// rows and sends them to both. Clusters of four share B as well and move a third fewer bytes from the L2, but only 30 of
+// them run on 132 processors, and the slowest wave decides.
 // Each segment is one chain over ascending k from zero, so neither tiles nor scheduling change a bit.
 #include "epilogue.cuh"
 #include "tensor_map.h"
@@ -18,8 +20,8 @@ namespace {
 constexpr int kSide = 128;  // rows and columns of a block
 constexpr int kBytesHalf = 64 * kTileK * 2, kBytesOperand = 2 * kBytesHalf, kBytesPair = 2 * kBytesOperand;
 
-// Stages, and the memory behind them, of which each consumer warp has an eighth: its stager, and of eight segments, at
-// other times, the subtree of four.
+// Stages, and the memory behind them, of which each consumer warp has an eighth: for 16 x 128 of the output, and of eight
+// segments for the subtree of four, which is read before the output is written.
 template <int Count>
 constexpr int kDeep = Count == 8 ? 5 : 6;
 template <int Count>
@@ -28,7 +30,7 @@ template <int Count>
 constexpr int kBytesSegments = kDeep<Count> * kBytesPair + 8 * kBytesOwn<Count> + 256 + 1024;
 
 struct Segments {
-  CUtensorMap a, b;
+  CUtensorMap a, b, to;  // to: bf16 output
   void* out;
   int rows, cols;
   int parts, part_depth, part_tiles;  // a segment is slice s of each part of K: tiles of k of a slice
@@ -63,9 +65,24 @@ __device__ __forceinline__ void add_shared(uint32_t at, float* x) {
   x[3] = __fadd_rn(v.w, x[3]);
 }
 
-__device__ __forceinline__ void add(const float (&left)[64], float (&right)[64]) {
+// to = left + right; `to` may be either.
+__device__ __forceinline__ void add(const float (&left)[64], const float (&right)[64], float (&to)[64]) {
 #pragma unroll
-  for (int i = 0; i < 64; ++i) right[i] = __fadd_rn(left[i], right[i]);
+  for (int i = 0; i < 64; ++i) to[i] = __fadd_rn(left[i], right[i]);
+}
+
+// 16 x 128 of one warp as bf16 to shared memory: two boxes of 64 columns with 128-byte swizzle.
+__device__ __forceinline__ void stage_boxes(const float (&acc)[64], uint32_t to, int lane) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int j = 0; j < 16; j += 4) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) packed[i] = pack(acc[(j + i) * 4 + 2 * h], acc[(j + i) * 4 + 2 * h + 1]);
+      store_matrices(to + j / 8 * 2048 + (lane % 8 + 8 * h) * 128 + (((j % 8 + lane / 8) ^ (lane % 8)) * 16), packed);
+    }
+  }
 }
 
 // fp32 of one thread's 64 x 128 accumulators: row and column of its first value.
@@ -83,15 +100,23 @@ __device__ __forceinline__ void store_floats(const float (&acc)[64], const Segme
   }
 }
 
-// One segment of `count` > 0 tiles of k.
+struct Nothing {
+  __device__ __forceinline__ void operator()() const {}
+};
+
+// What a consumer knows of the stages.
 template <int Deep, int TransposeB>
-__device__ __forceinline__ void chain(
-    float (&acc)[64], int count, RingOf<Deep>& at, uint32_t base, uint32_t full, uint32_t empty, int own, int thread) {
-  constexpr int kStepB = TransposeB ? 2048 : 32;  // bytes from one k16 to the next
-  const bool signals = thread % 32 == 0 && thread < kCluster * 32;  // one thread for each block of the cluster
-  pin(acc);
-#pragma unroll 1
-  for (int kt = 0;;) {
+struct Consumer {
+  uint32_t base, full, empty;
+  int own, thread;
+  RingOf<Deep> at;
+
+  // The stage before the present one has been read.
+  __device__ __forceinline__ void release() const {
+    if (thread % 32 == 0 && thread < kCluster * 32) barrier_arrive(empty + at.before() * 8, thread / 32);  // one for each block
+  }
+  __device__ __forceinline__ void products(float (&acc)[64], bool first) const {
+    constexpr int kStepB = TransposeB ? 2048 : 32;  // bytes from one k16 to the next
     barrier_wait(full + at.stage * 8, at.phase);
     const uint32_t stage = base + at.stage * kBytesPair;
     const uint64_t a = descriptor(stage + own * kBytesHalf, 8192, 1024);
@@ -99,18 +124,33 @@ __device__ __forceinline__ void chain(
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTileK / 16; ++k) {
-      wgmma_64x128x16<0, TransposeB>(acc, a + (k * 32 >> 4), b + (k * kStepB >> 4), kt > 0 || k > 0);
+      wgmma_64x128x16<0, TransposeB>(acc, a + (k * 32 >> 4), b + (k * kStepB >> 4), !first || k > 0);
     }
     wgmma_commit();
-    wgmma_wait<1>();
-    if (kt > 0 && signals) barrier_arrive(empty + at.before() * 8, thread / 32);
-    at.next();
-    if (++kt == count) break;
+    wgmma_wait<1>();  // for those of the tile before; also where there are none: the compiler would wait for these
   }
-  wgmma_wait<0>();
-  pin(acc);
-  if (signals) barrier_arrive(empty + at.before() * 8, thread / 32);
-}
+  // One segment of `count` > 0 tiles of k, whose last products stay in flight: for the next chain (Follows) or drain.
+  // `meanwhile` runs when the first products are in flight and those of the chain before are done.
+  template <bool Follows, typename Meanwhile>
+  __device__ __forceinline__ void chain(float (&acc)[64], int count, Meanwhile meanwhile) {
+    pin(acc);
+    products(acc, true);
+    if constexpr (Follows) release();
+    meanwhile();
+    at.next();
+#pragma unroll 1
+    for (int kt = 1; kt < count; ++kt) {
+      products(acc, false);
+      release();
+      at.next();
+    }
+  }
+  __device__ __forceinline__ void drain(float (&acc)[64]) const {
+    wgmma_wait<0>();
+    pin(acc);
+    release();
+  }
+};
 
 template <int Count, int TransposeB>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
@@ -125,6 +165,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   const int tiles = Raster(task.rows, task.cols).count;
 
   if (threadIdx.x == 0) {
+    prefetch_map(&task.a);
+    prefetch_map(&task.b);
     for (int i = 0; i < kDepth; ++i) {
       barrier_init(full + i * 8, 1);
       barrier_init(empty + i * 8, 2 * kCluster);
@@ -134,7 +176,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   cluster_sync();
 
   if (group == 0) {
-    registers_down<40>();
+    registers_down<24>();
     if (thread == 0) {
       const Raster raster(task.rows, task.cols);
       const int rank = static_cast<int>(cluster_rank());
@@ -159,47 +201,93 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       }
     }
   } else {
-    registers_up<232>();
-    const int own = group - 1, warp = own * 4 + thread / 32, lane = thread % 32, length = task.parts * task.part_tiles;
-    const Stager stager{waiting + warp * kBytesOwn<Count>, lane};
-    RingOf<kDepth> at;
-    float even[64], odd[64];
-    for (int id = static_cast<int>(blockIdx.x) / kCluster; id < tiles; id += clusters) {
-      float two[Count > 2 ? 64 : 1];
-#pragma unroll 1
-      for (int half = 0; half < (Count == 8 ? 2 : 1); ++half) {
-        chain<kDepth, TransposeB>(even, length, at, base, full, empty, own, thread);
-        chain<kDepth, TransposeB>(odd, length, at, base, full, empty, own, thread);
-        add(even, odd);
-        if constexpr (Count > 2) {
-#pragma unroll
-          for (int i = 0; i < 64; ++i) two[i] = odd[i];
-          chain<kDepth, TransposeB>(even, length, at, base, full, empty, own, thread);
-          chain<kDepth, TransposeB>(odd, length, at, base, full, empty, own, thread);
-          add(even, odd);
-          add(two, odd);
-        }
+    registers_up<240>();
+    const int own = group - 1, length = task.parts * task.part_tiles;
+    const uint32_t mine = waiting + (own * 4 + thread / 32) * kBytesOwn<Count>;
+    Consumer<kDepth, TransposeB> consumer{base, full, empty, own, thread};
+    float x[64], y[64];
+    int row = -1, column = 0;  // where the finished tile of this warp goes; negative: there is none
+    const auto locate = [&](int id) {
+      const int2 tile = Raster(task.rows, task.cols).at(id, static_cast<int>(cluster_rank()));
+      row = tile.x + own * 64 + thread / 32 * 16;
+      column = tile.y;
+    };
+    const auto store = [&](const float (&acc)[64]) {
+      stores_have_read();
+      __syncwarp();  // the memory is free
+      stage_boxes(acc, mine, lane_now());
+      store_fence();
+      __syncwarp();
+      if (lane_now() == 0) {
+        store_tile(&task.to, mine, column, row);
+        store_tile(&task.to, mine + 2048, column + 64, row);
+        stores_commit();
+      }
+    };
+    const auto store_wide = [&](const float (&acc)[64]) {  // takes its time
+      store_floats(acc, task, row + lane_now() / 4, column + lane_now() % 4 * 2);
+      row = -1;
+    };
+    if constexpr (Count == 2) {
+      for (int id = static_cast<int>(blockIdx.x) / kCluster; id < tiles; id += clusters) {
+        consumer.template chain<false>(x, length, [&] {
+          pin(y);
+          if (row >= 0) store(y);
+        });
+        consumer.template chain<true>(y, length, [&] { locate(id); });
+        consumer.drain(y);
+        add(x, y, y);
+        if (task.wide) store_wide(y);
+      }
+      if (row >= 0) store(y);
+    } else {
+      float z[64];
+      const auto finish = [&] {
+        add(y, z, z);
         if constexpr (Count == 8) {
-          const uint32_t mine = stager.address + lane * 16;
-          if (half == 0) {
+          const uint32_t from = mine + lane_now() * 16;
 #pragma unroll
-            for (int i = 0; i < 16; ++i) put_shared(mine + i * 512, odd + 4 * i);
-          } else {
+          for (int i = 0; i < 16; ++i) add_shared(from + i * 512, z + 4 * i);
+        }
+      };
+      for (int id = static_cast<int>(blockIdx.x) / kCluster; id < tiles; id += clusters) {
+#pragma unroll 1
+        for (int half = 0; half < Count / 4; ++half) {
+          consumer.template chain<false>(x, length, [&] {
+            pin(y);
+            pin(z);
+            if (half > 0) {
+              add(y, z, z);
+              stores_have_read();
+              __syncwarp();
+              const uint32_t to = mine + lane_now() * 16;
 #pragma unroll
-            for (int i = 0; i < 16; ++i) add_shared(mine + i * 512, odd + 4 * i);
-          }
+              for (int i = 0; i < 16; ++i) put_shared(to + i * 512, z + 4 * i);
+            } else if (row >= 0) {
+              finish();
+              store(z);
+            }
+          });
+          consumer.template chain<true>(y, length, [&] { locate(id); });
+          consumer.template chain<true>(z, length, [&] {
+            pin(y);
+            add(x, y, y);
+          });
+          consumer.template chain<true>(x, length, Nothing{});
+          consumer.drain(x);
+          add(z, x, z);
+        }
+        if (task.wide) {
+          finish();
+          store_wide(z);
         }
       }
-      // Only now: nothing but accumulators has room in the registers before.
-      const auto [m, n] = Raster(task.rows, task.cols).at(id, static_cast<int>(cluster_rank()));
-      const int first = m + own * 64 + (thread / 32) * 16;
-      if (task.wide) {
-        store_floats(odd, task, first + lane / 4, n + (lane % 4) * 2);
-      } else {
-        stager.send(odd, static_cast<__nv_bfloat16*>(task.out), task.cols, task.rows, task.cols, first, n);
-        __syncwarp();  // the memory is free again
+      if (row >= 0) {
+        finish();
+        store(z);
       }
     }
+    stores_have_read();  // the memory must last until then
   }
   __syncwarp();
   cluster_sync();
@@ -228,6 +316,7 @@ void segments(Matrix a, Matrix b, bool transposed, int count, int parts, void* o
   if (task.rows == 0 || task.cols == 0) return;
   task.a = tensor_map(a, kTileK, 64);
   task.b = tensor_map(b, 64, 64);
+  if (!wide) task.to = tensor_map({out, task.rows, task.cols, task.cols}, 64, 16);
   task.parts = parts;
   task.part_depth = static_cast<int>(a.cols / parts);
   task.part_tiles = task.part_depth / count / kTileK;

@@ -158,5 +158,12 @@ def test_hopper_schedules_are_the_same_on_ranks_with_and_without_padding(vocabul
     for tokens in (1, 796, 11200, 14571, 15807, 21270, 60000, 400000):
         assert len({sm90_schedules._chunk_rows(call, tokens, 4096) for call in calls}) == 1
         assert len({call.kept_bytes(tokens) for call in calls}) == 1
+    for call in calls:
+        assert call.columns_to_keep(1, 4096) == call.columns and call.columns_to_keep(10**9, 4096) == 0
+        for begin, end in call.local_segments():
+            for tokens in (6827, 11200, 30000):  # whole blocks of a segment, or all of it
+                keep = call.columns_to_keep(tokens, 4096)
+                assert keep % 256 == 0 or keep == call.columns
+                assert keep <= begin or (keep - begin) % 16384 == 0 or keep >= end
     # What each rank has itself would not do.
     assert len({sm90.kept_columns(call.columns) for call in calls}) > 1 or step * ranks == vocabulary

@@ -162,6 +162,45 @@ def test_linear_logp_gradients_agree(part):
     tally.done(probe=cublaslt.report())
 
 
+def test_what_linear_logp_keeps_changes_no_bit(monkeypatch):
+    """Neither how much is kept nor the schedule itself: the registered operator, which tracers see, keeps nothing."""
+    import rl_kernel
+    from rl_kernel.ops.linear_logp import op, tiles
+
+    tally, (v, h) = Tally("linear_logp_backward_kept"), (37984, 256)
+    w, held, untraced = data(v, h, seed=v, scale=0.02), tiles.KEPT_BYTES, op.untraced
+    backends = ["triton"] if cublaslt.unavailable("gfx942" if torch.version.hip else "sm90") else ["triton", "library"]
+    for t in (333, 1820, 8192):
+        hidden, target = data(t, h, seed=t, heavy=False), torch.randint(0, v - 9, (t,), device="cuda")
+        target[3::7] = -100
+        upstream = torch.randn(3, t, device="cuda")
+        for temperature, segments in ((1.0, 1), (torch.rand(t, device="cuda") + 0.5, 4)):
+            first = None
+            for size in (None, 0, 2 * t * 16384, 2 * t * 33000, held):
+                monkeypatch.setattr(tiles, "KEPT_BYTES", size or 0)
+                monkeypatch.setattr(op, "untraced", (lambda *_: False) if size is None else untraced)
+                for backend in backends:
+                    x, weight = (a.detach().clone().requires_grad_() for a in (hidden, w))
+                    out = rl_kernel.linear_logp(
+                        x, weight, target, global_vocab_size=v - 9, temperature=temperature, grad_segments=segments,
+                        backend=backend,
+                    )  # fmt: skip
+                    what = (t, segments, size)
+
+                    def gradients(upstream, out=out, operands=(x, weight)):
+                        return torch.autograd.grad(list(out), operands, list(upstream), retain_graph=True)
+
+                    found = [*(a.detach() for a in out), *gradients(upstream)]
+                    first = found if first is None else first
+                    for name, a, b in zip(("logp", "lse", "entropy", "dH", "dW"), found, first, strict=True):
+                        tally.equal(a, b, f"{name}, {backend}", what)
+                    if size == held:
+                        for a, b, c in zip(gradients(upstream), gradients(upstream.flip(0)), first[3:], strict=True):
+                            tally.equal(a, c, f"second backward, {backend}", what)
+                            assert differing(b, c), f"control: other gradients give the same {what}"
+    tally.done(probe=cublaslt.report())
+
+
 def test_public_operators_on_the_gpu():
     import rl_kernel
 

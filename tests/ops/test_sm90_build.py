@@ -86,6 +86,12 @@ def test_compiles_without_spills(tmp_path, name):
     if not kernels:
         pytest.skip("compiled; its instructions were not read, for want of cuobjdump")
     assert not [found for kernel in kernels for found in overtaken(kernel)]
+    # Copies to global memory start when what was written for them is visible to them, and have read it before the end.
+    for *stores, after in [kernel.split("UTMACMDFLUSH") for kernel in kernels]:
+        assert all(
+            re.search(r"STSM(?:(?!STSM).)*FENCE\.VIEW\.ASYNC(?:(?!STSM).)*UTMASTG", part, re.S) for part in stores
+        )
+        assert not stores or "DEPBAR.LE SB0, 0x0" in after
     # Kernels that may start before the one in front has ended wait for it ahead of their first access to memory.
     source = (SOURCES / f"{name}.cu").read_text(encoding="utf-8")
     dependent = re.findall(r'launch_dependent\("[^"]*", (\w+)', source)

@@ -111,8 +111,22 @@ def test_lengths_of_segments(segments):
             with launches(w):
                 found = sm90.matmul(x, w, segments=segments, out_dtype=F32)
                 turned = sm90.dgrad(x, w.t().contiguous(), segments=segments, out_dtype=F32)
+                rounded = sm90.matmul(x, w, segments=segments)
             assert differing(found, expected) == 0 and differing(turned, expected) == 0, size
+            assert differing(rounded, expected.bfloat16()) == 0, size
     assert differing(expected, chains(x, w.t(), 1)) > 0
+
+
+@pytest.mark.parametrize("segments", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_nothing_is_written_behind_the_output(segments, dtype):
+    """Segments store whole tiles, by the copy engine in bf16: what lies outside of the output stays as it is."""
+    for m, n in ((1, 8), (65, 264), (129, 1000), (333, 776), (1500, 4104)):
+        x, w = heavy(m, 192 * segments, seed=m), heavy(n, 192 * segments, seed=n)
+        memory = torch.full((m + 130, n), 7.0, device="cuda", dtype=dtype)
+        torch.ops.rlk.sm90_segments(x, w, False, segments, 1, memory[:m])
+        assert differing(memory[:m], chains(x, w.t(), segments).to(dtype)) == 0, (m, n)
+        assert bool((memory[m:] == 7).all()), (m, n)
 
 
 def test_strided_rows():

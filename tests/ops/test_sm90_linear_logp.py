@@ -10,6 +10,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs an H100 or H200", allow_module_level=True)
 
 from rl_kernel import registry
+from rl_kernel.contract import VOCAB_BLOCK
 from rl_kernel.errors import ContractError
 from rl_kernel.ops.linear_logp import linear_logp, lm_head, sm90, sm90_schedules
 from rl_kernel.ops.linear_logp.policy import linear_policy_loss
@@ -19,7 +20,7 @@ from tests.ops.gpu_harness import differing, where
 
 pytestmark = pytest.mark.gpu
 # tokens, hidden, rows of the weight, global vocabulary
-SHAPES = [(300, 512, 5120, 5003), (1000, 256, 40960, 40000), (129, 128, 1024, 777), (513, 1024, 20000, 20000)]
+SHAPES = [(300, 512, 5120, 5003), (1000, 320, 40960, 40000), (129, 128, 1024, 777), (513, 1024, 20000, 20000)]
 MISSING = sm90.supports(registry.Request("linear_logp", "sm90", torch.bfloat16))
 if MISSING:
     pytest.skip(MISSING, allow_module_level=True)
@@ -53,6 +54,21 @@ def both(h, w, t, *, mib=512, entropy=True, **arguments):
     return [x.detach() for x in out] + list(torch.autograd.grad(outputs, (h, w), upstream[: len(outputs)]))
 
 
+def some_kept(h, w, t, **arguments):
+    """With a workspace for the logits of some of the columns only."""
+    met, gradients = [], sm90.gradients
+
+    def spy(weight, slots, kept, *more):
+        met.append(None if kept is None else kept.shape[1])
+        return gradients(weight, slots, kept, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sm90, "gradients", spy)
+        found = both(h, w, t, mib=2 * len(t) * len(w) * 2 // 3 >> 20, **arguments)
+    assert 0 < met[0] < arguments["global_vocab_size"], met
+    return found
+
+
 def assert_same(left, right):
     assert [differing(a, b) for a, b in zip(left, right, strict=True)] == [0] * len(left)
 
@@ -73,6 +89,8 @@ def test_schedules_and_backends_agree(shape, entropy):
     kept = both(h, w, t, **common)
     assert_same(both(h, w, t, **common), kept)
     assert_same(both(h, w, t, mib=1, **common), kept)
+    if shape[3] > 2 * VOCAB_BLOCK:
+        assert_same(some_kept(h, w, t, **common), kept)
     for backend in ("library", "triton"):
         assert_same(both(h, w, t, backend=backend, **common), kept)
     wrong = both(h, w, t, **{**common, "temperature": mixed_temperature(len(t)) * 1.0001})
@@ -85,6 +103,7 @@ def test_segments_agree(segments):
     common = {"grad_segments": segments, "global_vocab_size": SHAPES[1][3]}
     kept = both(h, w, t, **common)
     assert_same(both(h, w, t, mib=1, **common), kept)
+    assert_same(some_kept(h, w, t, **common), kept)
     assert_same(both(h, w, t, backend="triton", **common), kept)
     assert differing(both(h, w, t, global_vocab_size=SHAPES[1][3])[3], kept[3])
 

@@ -141,6 +141,16 @@ def linear_logp(family, t, batch):
         lambda: op.backward(hidden, weight, temperature, ids(t), three, three, [(0, vocab)]),
     )
 
+    def both(kept):
+        op.tiles.leaf_stats(op.linear, hidden, weight, temperature, ids(t), vocab, kept)
+        op.tiles.backward(op.linear, hidden, weight, temperature, ids(t), three, three, [(0, vocab)], kept=kept)
+
+    for ranges in ([(0, 16384), (16384, vocab)], [(0, vocab)]):
+        yield (
+            ("kept", size),
+            lambda ranges=ranges: both(op.tiles.Kept(t, ranges, hidden.device)),
+        )
+
 
 GROUPS = [linear, elementwise, attention, logp, linear_logp]
 

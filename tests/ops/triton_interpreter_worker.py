@@ -14,6 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import importlib
 import json
 import sys
+import types
 
 import numpy as np
 import torch
@@ -260,7 +261,7 @@ def logp():
     t, h, columns = 6, 32, 300
     hidden, weight = randn(t, h), randn(384, h) * 0.3
     temperature, target = torch.tensor([0.7, 1, 1.3, 1, 2, 0.5]), torch.tensor([5, -1, 249, 299, 0, 128])
-    tiles.VOCAB_BLOCK, tiles._tile_columns = 256, lambda tokens: 128
+    tiles.VOCAB_BLOCK, tiles._tile_columns = 256, lambda *_: 128
     row = {"BM": 16, "BN": 128, "BK": 32, "warps": 4, "stages": 1, "swap": 0, "group": 4, "split": 0}
     with (
         triton_utils.override_launch("linear", row),
@@ -292,7 +293,123 @@ def logp():
         dh, dw = fused.backward(hidden, weight, temperature, target, state, grads, [(0, 192), (192, 300)])
         found["dH error"], found["dW error"] = error(dh, exact_in[0].grad), error(dw, exact_in[1].grad)
         found["padding has no gradient"] = same(dw[columns:], torch.zeros_like(dw[columns:]))
+        schedules(found, matmul, hidden, weight)
     return found
+
+
+def schedules(found, products, hidden, weight):
+    """What is kept changes no bit: nothing, the first blocks, all blocks, all columns in one matrix."""
+    from rl_kernel.ops.linear_logp import schedule, tiles
+    from rl_kernel.ops.logp.vocab_tree import VocabLayout
+
+    t, layout = hidden.shape[0], VocabLayout((0, 384), 300)
+    target, upstream = torch.tensor([5, -100, 249, 299, 0, 128]), torch.randn(3, t)
+    divisor = torch.tensor([0.7, 1, 1.3, 1, 2, 0.5])
+    tiles.VOCAB_BLOCK, tiles.LEAST_COLUMNS, schedule.LEAST_ROWS = 128, 128, 2
+    plans = ((0, 0), (2, 0), (3, 0), (3, 1 << 28))
+    few = ((0, 0), (1, 0))
+    for segments, temperature, chunk, cases in (
+        (1, None, 64 << 20, plans),
+        (1, divisor, 64 << 20, few),
+        (4, divisor, 0, plans),
+    ):
+        if segments == 4:
+            layout = VocabLayout((0, 512), 300)
+            weight = torch.cat([weight, weight[:128]])
+        first = None
+        for kept, one in cases:
+            tiles.KEPT_BYTES, tiles.ONE_MATRIX, schedule.STATS_BYTES = kept * 128 * 2 * (t - 1), one, chunk
+            operands = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+            out = schedule.run(products, *operands, target, temperature, layout, -100, segments, None)
+            torch.autograd.backward(out, tuple(upstream), retain_graph=True)
+            results = [*(x.detach() for x in out), *(x.grad.clone() for x in operands)]
+            for x in operands:
+                x.grad = None
+            torch.autograd.backward(out, tuple(upstream))
+            results += [x.grad for x in operands]
+            with torch.no_grad():
+                results += schedule.run(products, *operands, target, temperature, layout, -100, segments, None)
+            case = f"segments {segments}, temperature {temperature is not None}, kept {kept}, one {bool(one)}"
+            plan = tiles.Kept.of(hidden[1:], layout.local_segments(0, segments))
+            ranges = [] if plan is None else plan.ranges
+            found[f"{case}: ranges"] = len(ranges) == (1 if one else kept)
+            first = results if first is None else first
+            found[f"{case}: bits"] = all(map(same, results, first))
+        registered(found, layout, hidden, weight, target, temperature, segments, first[:5], upstream)
+    corners(found, products, layout, hidden, weight, target)
+
+
+def registered(found, layout, hidden, weight, target, temperature, segments, expected, upstream):
+    """The operator that tracers see has the bits of the schedule; other upstream gradients have others."""
+    from rl_kernel.ops.linear_logp import op
+
+    op.resolve = lambda name, *_: types.SimpleNamespace(module=backend(name))
+    t = torch.ones(target.shape[0]) if temperature is None else temperature
+    common = list(layout.borders), layout.global_vocab_size, -100, segments, "", "triton"
+    out = op._linear_logp_rows(hidden, weight, target, t, *common)
+    state = torch.stack([out[3], out[4], out[2]])
+    gradients = op._linear_logp_gradients(hidden, weight, target, t, state, upstream, *common, True, True)
+    case = f"registered, segments {segments}, temperature {temperature is not None}"
+    found[case] = all(map(same, (*out[:3], *gradients), expected))
+    other = op._linear_logp_gradients(hidden, weight, target, t, state, upstream.flip(0), *common, True, True)
+    found[f"{case}: control"] = not any(map(same, other, expected[3:]))
+
+
+def corners(found, products, layout, hidden, weight, target):
+    """One operand, one output, few rows or none, and what autograd has to refuse."""
+    from rl_kernel.ops.linear_logp import schedule
+
+    divisor, upstream = torch.full((len(target),), 0.7), torch.randn(3, len(target))
+
+    def run(rows, needs=(True, True), ids=None):
+        operands = [x.clone().requires_grad_(need) for x, need in zip((hidden[rows], weight), needs)]
+        ids, t = (target if ids is None else ids)[rows], divisor[rows].clone()
+        return operands, t, schedule.run(products, *operands, ids, t, layout, -100, 4, None)
+
+    whole = slice(None)
+    operands, _, out = run(whole)
+    full = torch.autograd.grad(out, operands, tuple(upstream))
+    for needs in ((True, False), (False, True)):
+        (x, w), _, out = run(whole, needs)
+        torch.autograd.backward(out, tuple(upstream))
+        pairs = [(a.grad, b) for a, b in zip((x, w), full)]
+        found[f"gradients {needs}"] = all(same(a, b) if need else a is None for need, (a, b) in zip(needs, pairs))
+    for used in range(3):
+        zero = torch.zeros_like(upstream)
+        zero[used] = upstream[used]
+        operands, _, out = run(whole)
+        one = torch.autograd.grad(out[used], operands, upstream[used], retain_graph=True)
+        found[f"output {used} alone"] = all(map(same, one, torch.autograd.grad(out, operands, tuple(zero))))
+    alone = torch.tensor([-100, -100, 249, -100, -100, -100])
+    operands, _, out = run(slice(2, 3))
+    single = [*(x.detach() for x in out), *torch.autograd.grad(out, operands, tuple(upstream[:, 2:3]))]
+    operands, _, out = run(whole, ids=alone)
+    dh, dw = torch.autograd.grad(out, operands, tuple(upstream))
+    found["one row"] = all(map(same, [*(x.detach()[2:3] for x in out), dh[2:3], dw], single))
+    found["rows that take no part"] = not bool(dh[:2].any() or dh[3:].any() or torch.stack(out).detach()[:, 3:].any())
+    for name, rows, ids in (("no rows", slice(0, 0), None), ("all ignored", whole, torch.full((len(target),), -100))):
+        operands, _, out = run(rows, ids=ids)
+        grads = torch.autograd.grad(out, operands, tuple(upstream[:, rows]))
+        zeros = not any(bool(x.any()) for x in (*out, *grads))
+        found[name] = zeros and [x.shape for x in grads] == [x.shape for x in operands]
+
+    def refused(call, text):
+        try:
+            call()
+        except RuntimeError as problem:
+            return text in str(problem)
+        return False
+
+    operands, _, out = run(whole)
+    grads = torch.autograd.grad(out, operands, tuple(upstream.clone().requires_grad_()), create_graph=True)
+    found["no second derivative"] = refused(lambda: grads[0].sum().backward(), "once_differentiable")
+    operands, _, out = run(whole)
+    torch.autograd.grad(out, operands, tuple(upstream))
+    again = refused(lambda: torch.autograd.grad(out, operands, tuple(upstream)), "second time")
+    found["no second backward pass of a graph that is gone"] = again
+    operands, t, out = run(whole, ids=target.clamp(min=0))
+    t.add_(1)
+    found["changed temperature"] = refused(lambda: torch.autograd.grad(out, operands, tuple(upstream)), "inplace")
 
 
 def sampling():

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from rl_kernel.errors import ContractError
 from rl_kernel.ops._operator import untraced
-from rl_kernel.ops.linear_logp.op import linear_logp, own_schedules
+from rl_kernel.ops.linear_logp.op import linear_logp
 from rl_kernel.ops.logp import shards
-from rl_kernel.registry import get_mode
+from rl_kernel.registry import resolve
 
 
 def linear_policy_loss(
@@ -107,7 +107,7 @@ def linear_policy_loss(
         hidden_states.is_cuda
         and wanted
         and untraced(*operands, target_ids)
-        and own_schedules(hidden_states.device, hidden_states.dtype, backend, get_mode()) is not None
+        and resolve("linear_logp", hidden_states.device, hidden_states.dtype, backend).backend == "sm90"
     ):
         from rl_kernel.ops.linear_logp import sm90_schedules
 

@@ -17,23 +17,26 @@ One arithmetic, two schedules; bits do not tell them apart:
   place and multiplies. 6 THV operations, 2 bytes a logit of memory until backward has run. Taken when that fits
   :data:`WORKSPACE_BYTES`.
 * recompute: the forward kernel runs again over chunks of the vocabulary and writes d at once. 8 THV operations,
-  workspace within :data:`WORKSPACE_BYTES`.
+  workspace within :data:`WORKSPACE_BYTES`. What these chunks need in backward holds e of the first columns until
+  then, so that only the others are made again.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 
 import torch
 
 from rl_kernel.contract import VOCAB_BLOCK, VOCAB_LEAF
 from rl_kernel.errors import ContractError, UnsupportedError
+from rl_kernel.ops.linear_logp.workspace import workspace_bytes
 from rl_kernel.registry import Request
 
+TILE_COLUMNS = 256
+SHORT_PRODUCT = 256  # hidden sizes up to this keep all logits or none
 _SEPARATE = 1320  # 20 rounds of the 66 clusters of an H100 or H200
-WORKSPACE_BYTES = int(os.environ.get("RLK_WORKSPACE_MIB", "512")) << 20
+WORKSPACE_BYTES = workspace_bytes(512)
 
 
 @functools.cache
@@ -170,14 +173,14 @@ def forward(
     columns: int,
     ignore_index: int,
     absent: float,
-    keep: bool,
+    keep: int,
     whole: bool,
 ) -> tuple[torch.Tensor, Slots, torch.Tensor, torch.Tensor | None]:
     """:func:`select`, :func:`slot_stats` of all rows and, with ``whole``, :func:`merge`, in one operator.
 
     Returns:
-        out [5, T], the slots, leaf statistics [3, T, L], and with ``keep`` bf16 exp(z - m_leaf)
-        [T, :func:`kept_columns`], else ``None``.
+        out [5, T], the slots, leaf statistics [3, T, L], and bf16 exp(z - m_leaf) of the first ``keep`` columns
+        [T, :func:`kept_columns`], ``None`` for 0 of them.
     """
     out, ints, longs, reals, picked, stats, kept = torch.ops.rlk.sm90_linear_logp.default(
         matrix(hidden, "hidden_states"), matrix(weight, "lm_head_weight"), targets.contiguous(), temperature, start,
@@ -204,7 +207,8 @@ def gradients(
 
     Args:
         segments: how many, a power of two, and the columns of each; the last ones may be cut off or empty.
-        kept, stats: of :func:`forward`; ``kept`` becomes the gradient of the logits. ``None``: recompute.
+        kept, stats: of :func:`forward`; ``kept`` becomes the gradient of its logits. ``stats``: [3, T, >= its leaves].
+            Columns that are not kept are recomputed.
         upstream: (g_logp, g_lse, g_ent) by row, ``None`` for zero.
         dw: bf16, or fp32 to which the gradient is added; rows from ``columns`` on are left alone.
 

@@ -1,4 +1,4 @@
-"""Which way linear_logp runs on Hopper: kept or recomputed logits, and the fused policy loss over chunks of tokens.
+"""Which way linear_logp runs on Hopper: kept or recomputed logits or some of both, and the fused policy loss.
 
 All of them call the kernels of :mod:`rl_kernel.ops.linear_logp.sm90`; none changes a bit.
 """
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from rl_kernel.contract import VOCAB_BLOCK, VOCAB_LEAF
 from rl_kernel.errors import ContractError
 from rl_kernel.ops.collectives.op import all_reduce
 from rl_kernel.ops.linear_logp import sm90
@@ -59,6 +60,22 @@ class Call:
         """At most, on any rank."""
         return 2 * tokens * sm90.kept_columns(self.most_columns)
 
+    def columns_to_keep(self, tokens: int, width: int) -> int:
+        """Local columns of which logits are kept: all where they fit the workspace, else those of the chunk that
+        backward has to hold in any case, beside the fp32 gradient of the hidden states and a copy of these."""
+        if self.kept_bytes(tokens) <= sm90.WORKSPACE_BYTES:
+            return self.columns
+        if width <= sm90.SHORT_PRODUCT:
+            return 0
+        fit = (sm90.WORKSPACE_BYTES - 6 * tokens * width) // (tokens * (2 + 12 / VOCAB_LEAF))
+        ends = (
+            min(first + VOCAB_BLOCK, end)
+            for begin, end in self.local_segments()
+            for first in range(begin, end, VOCAB_BLOCK)
+        )
+        whole = (end for end in ends if end <= fit and (end % sm90.TILE_COLUMNS == 0 or end == self.columns))
+        return max(whole, default=0)
+
     def select(self, hidden: torch.Tensor, out: torch.Tensor) -> sm90.Slots:
         """The rows that take part. An id outside the vocabulary has no column anywhere: its logp is NaN."""
         absent = torch.nan if self.group is None else 0.0
@@ -93,9 +110,9 @@ class Call:
         out[:, here] = torch.where(slots.place[here] >= 0, values, 0.0)
 
     def forward_all(
-        self, hidden: torch.Tensor, weight: torch.Tensor, keep: bool
+        self, hidden: torch.Tensor, weight: torch.Tensor, keep: int
     ) -> tuple[torch.Tensor, sm90.Slots, torch.Tensor, torch.Tensor | None]:
-        """:meth:`select` and :meth:`forward` of all rows: out [5, T], slots, statistics and kept logits."""
+        """:meth:`select` and :meth:`forward` of all rows: out [5, T], slots, statistics, logits of ``keep`` columns."""
         absent = torch.nan if self.group is None else 0.0
         out, slots, stats, kept = sm90.forward(
             hidden, weight, self.targets, self.temperature, self.start, self.columns, self.ignore_index, absent, keep,
@@ -162,14 +179,18 @@ class _Made:
 
 
 def _forward(hidden: torch.Tensor, weight: torch.Tensor, call: Call, keep: bool) -> _Made:
-    total = hidden.shape[0]
+    total, width = hidden.shape
     if not total:
         return _Made(torch.empty((5, 0), dtype=torch.float32, device=hidden.device))
-    if keep:
-        return _Made(*call.forward_all(hidden, weight, keep))
     leaves = 12 * max(1, call.layout.max_leaves())  # bytes of a row's leaf statistics, which stay within the workspace
-    if total * leaves <= sm90.WORKSPACE_BYTES:
-        return _Made(*call.forward_all(hidden, weight, keep)[:2])
+    if (keep and call.kept_bytes(total) <= sm90.WORKSPACE_BYTES) or total * leaves <= sm90.WORKSPACE_BYTES:
+        columns = call.columns_to_keep(total, width) if keep else 0
+        out, slots, stats, kept = call.forward_all(hidden, weight, columns)
+        if kept is None:
+            return _Made(out, slots)
+        if columns < call.columns:
+            stats = stats[:, :, : -(-columns // VOCAB_LEAF)].contiguous()
+        return _Made(out, slots, stats, kept)
     out = torch.empty((5, total), dtype=torch.float32, device=hidden.device)
     slots = call.select(hidden, out)
     step = max(256, sm90.WORKSPACE_BYTES // leaves // 256 * 256)
@@ -256,7 +277,7 @@ def run(
     needs = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     main_grad = _main_grad(weight) if needs and accumulate and weight.requires_grad else None
     with torch.no_grad():
-        made = _forward(hidden, weight, call, needs and call.kept_bytes(hidden.shape[0]) <= sm90.WORKSPACE_BYTES)
+        made = _forward(hidden, weight, call, needs)
     if not needs:
         return made.out.unbind(0)  # type: ignore[return-value]
     return _LinearLogp.apply(hidden, weight, call, made, main_grad)
@@ -370,7 +391,7 @@ def _fused(
         return _Loss(_loss_gradients(out, slice(None), loss, result)[0], out[0], dh, dw)
     step = _chunk_rows(call, tokens, width)
     if step >= tokens:
-        out, slots, stats, whole = call.forward_all(hidden, weight, True)
+        out, slots, stats, whole = call.forward_all(hidden, weight, columns)
         grads = once(out, slots, call, result) if once is not None else _loss_gradients(out, slice(None), loss, result)
         dw = sm90.new_weight_gradient(weight, columns)
         by_hidden = call.gradients(weight, slots, whole, stats, out, (grads[1], None, grads[2]), True, dw)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from rl_kernel.ops.linear import triton as linear
-from rl_kernel.ops.linear_logp import tiles
+from rl_kernel.ops.linear_logp import schedule, tiles
 from rl_kernel.registry import Request
 
 
@@ -36,3 +40,8 @@ def backward(
     return tiles.backward(
         linear, hidden, weight, temperature, targets, state, grads, segments, need_hidden, need_weight
     )
+
+
+def operator() -> Callable[..., Any]:
+    """The whole operator with autograd, when nothing traces: it keeps what fits its workspace for backward."""
+    return functools.partial(schedule.run, linear)

@@ -45,7 +45,7 @@ def _leaf_tree(x, LEAVES: tl.constexpr):
 
 @triton.jit
 def leaf_of(z, LEAVES: tl.constexpr):
-    """(m, s, u) of leaves z [LEAVES * 8, 4, 4], 128 columns a leaf; absent columns hold -inf.
+    """(m, s, u) of leaves z [LEAVES * 8, 4, 4], 128 columns a leaf, and exp(z - m); absent columns hold -inf.
 
     A thread holds sixteen neighbouring columns, so four of the seven levels of a tree stay inside of it.
     """
@@ -57,7 +57,7 @@ def leaf_of(z, LEAVES: tl.constexpr):
     # An absent column gives e = 0; so does a whole absent leaf, whose d would be NaN.
     e = tl.where(z == NEG_INF, 0.0, e)
     t = tl.where(e == 0.0, 0.0, e * d)
-    return m, _leaf_tree(e, LEAVES), _leaf_tree(t, LEAVES)
+    return m, _leaf_tree(e, LEAVES), _leaf_tree(t, LEAVES), e
 
 
 @triton.jit(
@@ -65,9 +65,9 @@ def leaf_of(z, LEAVES: tl.constexpr):
     do_not_specialize_on_alignment=["temperature_ptr", "stats_ptr", "target_ptr", "z_target_ptr"],
 )
 def _leaf_stats(
-    logits_ptr, temperature_ptr, stats_ptr, target_ptr, z_target_ptr,
-    plane, stride, columns, leaves_total, leaf_offset, leaf_stride, first_column,
-    LEAVES: tl.constexpr, DIVIDE: tl.constexpr, TARGETS: tl.constexpr,
+    logits_ptr, temperature_ptr, stats_ptr, target_ptr, z_target_ptr, kept_ptr,
+    plane, stride, columns, leaves_total, leaf_offset, leaf_stride, first_column, kept_stride,
+    LEAVES: tl.constexpr, DIVIDE: tl.constexpr, TARGETS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     leaf = tl.program_id(1) * LEAVES + tl.arange(0, LEAVES)
@@ -86,7 +86,10 @@ def _leaf_stats(
         if (target >= begin) & (target < begin + LEAVES * LEAF) & (target < columns):
             picked = tl.load(logits_ptr + row.to(tl.int64) * stride + target)
             tl.store(z_target_ptr + row, divide(picked, temperature))
-    m, s, u = leaf_of(z, LEAVES)
+    m, s, u, e = leaf_of(z, LEAVES)
+    if KEEP:
+        kept = kept_ptr + row.to(tl.int64) * kept_stride + column
+        tl.store(kept, e.to(kept_ptr.dtype.element_ty), mask=column < columns)
     at = stats_ptr + row.to(tl.int64) * leaf_stride + leaf_offset + leaf
     live = leaf < leaves_total
     tl.store(at, m, mask=live)
@@ -103,11 +106,12 @@ def write_leaf_stats(
     targets: torch.Tensor | None = None,
     first_column: int = 0,
     z_target: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
 ) -> None:
     """Leaf statistics of ``logits`` [T, >= columns] into ``stats`` [3, T, L], from leaf ``leaf_offset`` on.
 
     With ``targets`` [T] (local columns, counted like ``first_column``, the first of ``logits``), z of those that lie in
-    this part goes to ``z_target`` [T].
+    this part goes to ``z_target`` [T]. ``kept`` [T, columns] receives exp(z - m), rounded to its dtype.
     """
     rows = logits.shape[0]
     leaves = triton.cdiv(columns, VOCAB_LEAF)
@@ -116,9 +120,11 @@ def write_leaf_stats(
     launch = launch_row("logp", leaves)
     with device_guard(logits):
         _leaf_stats[(rows, triton.cdiv(leaves, launch["leaves"]))](
-            logits, temperature, stats, targets, z_target,
+            logits, temperature, stats, targets, z_target, kept,
             stats.stride(0), logits.stride(0), columns, leaves, leaf_offset, stats.stride(1), first_column,
-            launch["leaves"], temperature is not None, targets is not None, **options(launch["warps"]),
+            0 if kept is None else kept.stride(0),
+            launch["leaves"], temperature is not None, targets is not None, kept is not None,
+            **options(launch["warps"]),
         )  # fmt: skip
 
 
