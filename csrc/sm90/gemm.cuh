@@ -15,14 +15,29 @@
 //   kGradient     bf16 gradient of the logits from merged statistics
 //   kStore        bf16 or fp32 output; the accumulators may continue from fp32 values, or k may be cut into blocks
 #pragma once
-#include "epilogue.cuh"
+#include "carried.cuh"
+
+#include <type_traits>
 
 namespace rlk::sm90 {
 
 // The values from here on have nothing to do with those before, so that nothing keeps registers for them.
-__device__ __forceinline__ void forget(float (&acc)[64]) {
+template <int N>
+__device__ __forceinline__ void forget(float (&acc)[N]) {
 #pragma unroll
-  for (int i = 0; i < 64; ++i) asm volatile("" : "=f"(acc[i])::"memory");
+  for (int i = 0; i < N; ++i) asm volatile("" : "=f"(acc[i])::"memory");
+}
+
+// Copies that cost nothing: the compiler assigns registers to the values before and after on their own, and finds the same
+// ones. Without them it may find none for accumulators of both shapes and serialise all products (C7511).
+template <int N>
+__device__ __forceinline__ void renew(float (&acc)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    float copy;
+    asm volatile("mov.b32 %0, %1;" : "=f"(copy) : "f"(acc[i]) : "memory");
+    acc[i] = copy;
+  }
 }
 
 // A consumer warpgroup's view of the stages.
@@ -50,32 +65,46 @@ struct Consumer {
   }
 };
 
+struct Nothing {
+  __device__ __forceinline__ void operator()(const Ring&, int, bool) const {}
+};
+
 // The next `Count` tiles of k for one half, which starts a group of products in flight. continued: the accumulators hold
 // values to go on from. The stages stay taken. Arrived: the other half has waited for them, and nothing but products has
-// touched these accumulators.
-template <int Count, bool Arrived, int TransposeA, int TransposeB>
-__device__ __forceinline__ void multiply_half(float (&acc)[64], int half, bool continued, const Consumer& c) {
+// touched these accumulators. beside: starts more products of the same k.
+template <int Count, bool Arrived, int TransposeA, int TransposeB, bool Together = false, typename Beside = Nothing>
+__device__ __forceinline__ void multiply_half(
+    float (&acc)[64], int half, bool continued, const Consumer& c, const Beside& beside = {}) {
   constexpr int kStepA = TransposeA ? 2048 : 32, kStepB = TransposeB ? 2048 : 32;  // bytes from one k16 to the next
   Ring at = c.ring;
   if constexpr (!Arrived) pin(acc);
 #pragma unroll
   for (int i = 0; i < Count; ++i, at.next()) {
-    if constexpr (!Arrived) c.wait(at);
+    if constexpr (!Arrived && Together) {
+      if (i == 0) {
+        Ring ahead = at;
+#pragma unroll
+        for (int j = 0; j < Count; ++j, ahead.next()) c.wait(ahead);
+      }
+    } else if constexpr (!Arrived) {
+      c.wait(at);
+    }
     const uint64_t a = c.a(at), b = c.b(at, half);
     if constexpr (!Arrived) wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTileK / 16; ++k) {
       wgmma_64x128x16<TransposeA, TransposeB>(
           acc, a + (k * kStepA >> 4), b + (k * kStepB >> 4), continued || i > 0 || k > 0);
+      beside(at, k, continued || i > 0 || k > 0);
     }
   }
   wgmma_commit();
 }
 
 // The same for both halves and `count` > 0 tiles of k, which are complete at the end.
-template <int TransposeA, int TransposeB>
+template <int TransposeA, int TransposeB, typename Beside = Nothing>
 __device__ __forceinline__ void multiply_both(
-    float (&left)[64], float (&right)[64], int count, bool continued, Consumer& c) {
+    float (&left)[64], float (&right)[64], int count, bool continued, Consumer& c, const Beside& beside = {}) {
   constexpr int kStepA = TransposeA ? 2048 : 32, kStepB = TransposeB ? 2048 : 32;
   int held = 0;
   pin(left);
@@ -89,6 +118,7 @@ __device__ __forceinline__ void multiply_both(
     for (int k = 0; k < kTileK / 16; ++k) {
       wgmma_64x256x16<TransposeA, TransposeB>(
           left, right, a + (k * kStepA >> 4), b + (k * kStepB >> 4), continued || kt > 0 || k > 0);
+      beside(c.ring, k, continued || kt > 0 || k > 0);
     }
     wgmma_commit();
     wgmma_wait<1>();
@@ -103,19 +133,39 @@ __device__ __forceinline__ void multiply_both(
   c.release(held);
 }
 
+// Products beside those of the left half, where this tile has any: the code in both versions, chosen outside of its loops.
+template <typename Beside, typename Run>
+__device__ __forceinline__ void choose(const Beside& beside, Run run) {
+  if constexpr (std::is_same_v<Beside, Nothing>) {
+    run(beside);
+  } else if (beside.now) {
+    run(beside);
+  } else {
+    run(Nothing{});
+  }
+}
+
 // The first tiles of k of a tile; `between` has the right half for itself while the tensor cores work on the left one.
 // Accumulators go from products of one shape to those of another only after a wait.
-template <int Edge, int TransposeA, int TransposeB, typename Between>
-__device__ __forceinline__ void begin_tile(float (&left)[64], float (&right)[64], Consumer& c, Between between) {
+template <int Edge, int TransposeA, int TransposeB, typename Between, typename Beside = Nothing>
+__device__ __forceinline__ void begin_tile(
+    float (&left)[64], float (&right)[64], Consumer& c, Between between, const Beside& beside = {}) {
+  constexpr bool kCarrying = !std::is_same_v<Beside, Nothing>;
   if constexpr (Edge > 0) {
-    multiply_half<Edge, false, TransposeA, TransposeB>(left, 0, false, c);
+    choose(beside, [&](const auto& more) {
+      multiply_half<Edge, false, TransposeA, TransposeB, kCarrying>(left, 0, false, c, more);
+    });
     between();
     wgmma_wait<0>();
     pin(left);
-    multiply_half<Edge, false, TransposeA, TransposeB>(right, 1, false, c);
+    multiply_half<Edge, false, TransposeA, TransposeB, kCarrying>(right, 1, false, c);
     c.ring.skip(Edge);
     wgmma_wait<0>();
     pin(right);
+    if constexpr (kCarrying) {
+      renew(left);
+      renew(right);
+    }
     c.release(Edge);
   } else {
     between();
@@ -124,13 +174,22 @@ __device__ __forceinline__ void begin_tile(float (&left)[64], float (&right)[64]
 
 // The rest of a tile of more than 2 Edge tiles of k. left_done(finish): the left half is complete, the tensor cores work
 // on the right one; it calls finish() at some point, after which the right half is complete, too.
-template <int Edge, int TransposeA, int TransposeB, typename LeftDone>
+template <int Edge, int TransposeA, int TransposeB, typename LeftDone, typename Beside = Nothing>
 __device__ __forceinline__ void end_tile(
-    float (&left)[64], float (&right)[64], int tiles_k, Consumer& c, LeftDone left_done) {
-  multiply_both<TransposeA, TransposeB>(left, right, tiles_k - 2 * Edge, Edge > 0, c);
+    float (&left)[64], float (&right)[64], int tiles_k, Consumer& c, LeftDone left_done, const Beside& beside = {}) {
+  constexpr bool kCarrying = !std::is_same_v<Beside, Nothing>;
+  choose(beside, [&](const auto& more) {
+    multiply_both<TransposeA, TransposeB>(left, right, tiles_k - 2 * Edge, Edge > 0, c, more);
+    if constexpr (kCarrying) {
+      renew(left);
+      renew(right);
+    }
+    if constexpr (Edge > 0) {
+      multiply_half<Edge, false, TransposeA, TransposeB, kCarrying>(left, 0, true, c, more);
+      multiply_half<Edge, true, TransposeA, TransposeB>(right, 1, true, c);
+    }
+  });
   if constexpr (Edge > 0) {
-    multiply_half<Edge, false, TransposeA, TransposeB>(left, 0, true, c);
-    multiply_half<Edge, true, TransposeA, TransposeB>(right, 1, true, c);
     c.ring.skip(Edge);
     wgmma_wait<1>();
     pin(left);
@@ -148,7 +207,8 @@ __device__ __forceinline__ void start_half(float (&acc)[64], int half, const Til
   if (tile.problem->init != nullptr) Pairs(tile, half, group, thread).load(acc, tile.problem->init);
 }
 
-template <int Kind, int Edge>
+// Carry: the problem may have rows that others carry (carried.cuh).
+template <int Kind, int Edge, bool Carry = false>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gemm_kernel(const __grid_constant__ Params params) {
   extern __shared__ uint8_t raw[];
@@ -163,9 +223,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0) {
     const int active = params.active != nullptr ? max(*params.active - params.skipped, 0) : INT_MAX;
-    shapes[0].set(params.problem[0], active);
+    shapes[0].set(params.problem[0], active, Carry);
     shapes[1].all_tiles = 0;
-    if (params.problems > 1) shapes[1].set(params.problem[1], active);
+    if (params.problems > 1) shapes[1].set(params.problem[1], active, false);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full + i * 8, 1);
       barrier_init(empty + i * 8, 2 * kCluster);
@@ -221,8 +281,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         }
         if (id >= tiles) break;
         if (rank == 0) schedule();
-        const Tile tile = locate(params, shapes, id, rank);
+        const Tile tile = locate<Carry>(params, shapes, id, rank);
         const Problem& problem = *tile.problem;
+        // Each block loads half of the carried rows for both.
+        const int carried_row =
+            Carry && tile.carries() ? tile.shape->tiled() + static_cast<int>(rank) * (kCarried / kCluster) : -1;
         for (int kt = 0; kt < tile.k_tiles; ++kt) {
           int k = tile.k_first + kt * kTileK;
           if constexpr (Kind == kStore && Edge > 0) {
@@ -230,8 +293,15 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
           }
           barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
           const uint32_t barrier = full + ring.stage * 8, a = base + ring.stage * kBytesStage, b = a + kBytesA;
-          barrier_expect(barrier, kBytesStage);
-          if (problem.transposed_a) {
+          if (Carry && carried_row >= 0) {
+            barrier_expect(barrier, kBytesStage + kBytesCarried);
+            load_tile_multicast(
+                staging + ring.stage * kBytesCarried + rank * (kBytesCarried / kCluster), &params.carried, barrier, k,
+                carried_row, 3);
+          } else {
+            barrier_expect(barrier, kBytesStage);
+          }
+          if (!Carry && problem.transposed_a) {
             load_tile(a, &problem.a, barrier, tile.m, k);
             load_tile(a + 8192, &problem.a, barrier, tile.m + 64, k);
           } else {
@@ -259,7 +329,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     }
   } else {
     registers_up<Kind == kStore ? 224 : 232>();
-    const int own = group - 1;
+    const int own = Carry ? __shfl_sync(~0u, group - 1, 0) : group - 1;
     Consumer consumer{base, full, empty, own, thread, {}, {}};
     int slot = 0;
     uint32_t phase = 0;
@@ -322,6 +392,42 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
           store_half(right, 1, tile, stager, own, thread);
         }
         id = next_tile(slot, phase, thread % 32 == 0);
+      }
+    } else if constexpr (Carry) {
+      // As below. A tile that carries has its leaf of the carried rows when it has its left half.
+      if (id < tiles) {
+        const Vocabulary& v = params.vocabulary;
+        const uint32_t meeting = staging + kStages * kBytesCarried;
+        const NarrowStager narrow{meeting + own * (kBytesCarriedStaging / 2) + (thread / 32) * 2048, thread % 32};
+        float acc[16];
+        Tile tile = locate<true>(params, shapes, id, rank);
+        Carried carried{acc, base + kBytesA + rank * (kBytesB / 2) + own * 8192, staging, tile.carries()};
+        forget(acc);
+        begin_tile<Edge, 0, 0>(left, right, consumer, [] {}, carried);
+        while (true) {
+          const TwoRows two(tile, v, own, thread);
+          end_tile<Edge, 0, 0>(left, right, tile.k_tiles, consumer, [&](auto finish) {
+            if (carried.now) {
+              pin(acc);
+              carried_leaf(carried, tile, rank, v, meeting, own, thread);
+            }
+            vocabulary_leaf<Kind>(left, 0, two, shapes[0], params.problem[0], v, narrow, own, thread, finish);
+            forget(left);
+          }, carried);
+          auto finish_right = [&] {
+            vocabulary_leaf<Kind>(right, 1, two, shapes[0], params.problem[0], v, narrow, own, thread, [] {});
+            forget(right);
+          };
+          id = next_tile(slot, phase, thread % 32 == 0);
+          if (id >= tiles) {
+            finish_right();
+            break;
+          }
+          tile = locate<true>(params, shapes, id, rank);
+          carried.now = tile.carries();
+          forget(acc);
+          begin_tile<Edge, 0, 0>(left, right, consumer, finish_right, carried);
+        }
       }
     } else if (id < tiles) {
       // Tiles overlap: the first products of the next tile are under way before this one's right half is dealt with.
