@@ -1,16 +1,17 @@
 // Rows beyond whole tiles, carried along: 796 = 3 x 256 + 28.
 //
 // In tiles of their own a few rows take as long as the weights need from the L2. The tiles of the first pair of row tiles have
-// the weights in shared memory: there each block of the cluster multiplies the rows of one leaf (64 for a warpgroup; the
-// operand with M rows) with up to 32 carried rows (the one with N rows), beside its own products. The same chains over k:
-// the same bits. The carried rows, a box of 32 x 64 a stage, and half of what else stages values for stores share that memory.
+// the weights in shared memory: there each block of the cluster multiplies the rows of one leaf (64 for a warpgroup; M of the
+// product) with up to 32 carried rows (its N), beside its own products. The chains over k are the same, so the bits are. The
+// memory through which kept values leave holds the carried rows as well (32 x 64 a stage), so that values leave 8 rows at a
+// time instead of 16.
 #pragma once
 #include "epilogue.cuh"
 #include "wgmma_narrow.cuh"
 
 namespace rlk::sm90 {
 
-constexpr int kBytesCarriedStaging = kCarried * kLeaf * 4;  // of all eight consumer warps; here carried logits meet
+constexpr int kBytesCarriedStaging = kCarried * kLeaf * 4;  // stagers of all eight consumer warps, or carried logits
 static_assert(kStages * kBytesCarried + kBytesCarriedStaging <= 2 * kBytesStaging);
 
 // As Stager, 8 x 128 bf16 at a time.
@@ -23,7 +24,7 @@ struct NarrowStager {
   __device__ __forceinline__ void put(int j, int, const uint32_t (&value)[4]) const {
     store_matrices(address + lane % 8 * 256 + (((j + lane / 8) ^ (lane % 8)) * 16), value);
   }
-  // No branches: products are under way here, and the compiler serialises those that see too many.
+  // As Stager's, without branches.
   __device__ __forceinline__ void flush(
       __nv_bfloat16* out, int64_t stride, int rows, int cols, int row, int column) const {
     __syncwarp();
@@ -57,9 +58,9 @@ struct Carried {
   }
 };
 
-// The leaf of one block: statistics or gradients of the carried rows, to the same bits as vocabulary_leaf's. All eight
-// consumer warps come here; each then has four rows, a lane four adjacent columns. staging: of all of them, in the order of
-// warps, so that what a warp reads here is its own part.
+// The leaf of one block: statistics of the carried rows, with the bits of vocabulary_leaf. All eight consumer warps come here;
+// logits meet in the memory of their stagers, then each warp has four rows, a lane four adjacent columns. A warp's rows lie in
+// its own stager's memory: when it has read them it may stage again.
 __device__ __forceinline__ void carried_leaf(
     const Carried& carried, const Tile& tile, uint32_t rank, const Vocabulary& v, uint32_t staging, int group, int thread) {
   const Shape& shape = *tile.shape;
@@ -83,7 +84,7 @@ __device__ __forceinline__ void carried_leaf(
                  : "memory");
   }
   named_barrier(1, 256);
-  if (row >= shape.rows) return;
+  if (row >= shape.rows) return;  // a whole warp
   float x[4][4], maxima[4], sums[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -116,8 +117,7 @@ __device__ __forceinline__ void carried_leaf(
     for (int across = 1; across < 32; across *= 2) leaf_max = fmaxf(leaf_max, __shfl_xor_sync(~0u, leaf_max, across));
     leaf_max = maxima[i] = __fadd_rn(leaf_max, 0.0f);
     const float shift = shift_of(leaf_max);
-    float e[4];
-    float product[4];
+    float e[4], product[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       if (hit == c) v.target_logit[row + i] = z[c];

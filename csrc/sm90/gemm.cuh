@@ -71,7 +71,8 @@ struct Nothing {
 
 // The next `Count` tiles of k for one half, which starts a group of products in flight. continued: the accumulators hold
 // values to go on from. The stages stay taken. Arrived: the other half has waited for them, and nothing but products has
-// touched these accumulators. beside: starts more products of the same k.
+// touched these accumulators. beside: starts more products of the same k. Together: waits for all stages before the first
+// product; with waits between products the compiler serialises them where there are more than those of one half.
 template <int Count, bool Arrived, int TransposeA, int TransposeB, bool Together = false, typename Beside = Nothing>
 __device__ __forceinline__ void multiply_half(
     float (&acc)[64], int half, bool continued, const Consumer& c, const Beside& beside = {}) {
@@ -207,7 +208,7 @@ __device__ __forceinline__ void start_half(float (&acc)[64], int half, const Til
   if (tile.problem->init != nullptr) Pairs(tile, half, group, thread).load(acc, tile.problem->init);
 }
 
-// Carry: the problem may have rows that others carry (carried.cuh).
+// Carry: tiles may carry rows that are in none (carried.cuh); only where there is one problem, of logits.
 template <int Kind, int Edge, bool Carry = false>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gemm_kernel(const __grid_constant__ Params params) {
@@ -394,7 +395,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         id = next_tile(slot, phase, thread % 32 == 0);
       }
     } else if constexpr (Carry) {
-      // As below. A tile that carries has its leaf of the carried rows when it has its left half.
+      // As below. The leaf of carried rows is complete when the left half is. (own: the same in all lanes, by a shuffle so
+      // that the compiler knows; without it and `forget` it serialises the products.)
       if (id < tiles) {
         const Vocabulary& v = params.vocabulary;
         const uint32_t meeting = staging + kStages * kBytesCarried;
