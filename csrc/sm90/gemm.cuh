@@ -22,10 +22,9 @@
 namespace rlk::sm90 {
 
 // The values from here on have nothing to do with those before, so that nothing keeps registers for them.
-template <int N>
-__device__ __forceinline__ void forget(float (&acc)[N]) {
+__device__ __forceinline__ void forget(float (&acc)[64]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "=f"(acc[i])::"memory");
+  for (int i = 0; i < 64; ++i) asm volatile("" : "=f"(acc[i])::"memory");
 }
 
 // Copies that cost nothing: the compiler assigns registers to the values before and after on their own, and finds the same
@@ -71,9 +70,8 @@ struct Nothing {
 
 // The next `Count` tiles of k for one half, which starts a group of products in flight. continued: the accumulators hold
 // values to go on from. The stages stay taken. Arrived: the other half has waited for them, and nothing but products has
-// touched these accumulators. beside: starts more products of the same k. Together: waits for all stages before the first
-// product; with waits between products the compiler serialises them where there are more than those of one half.
-template <int Count, bool Arrived, int TransposeA, int TransposeB, bool Together = false, typename Beside = Nothing>
+// touched these accumulators. beside: starts more products of the same k.
+template <int Count, bool Arrived, int TransposeA, int TransposeB, typename Beside = Nothing>
 __device__ __forceinline__ void multiply_half(
     float (&acc)[64], int half, bool continued, const Consumer& c, const Beside& beside = {}) {
   constexpr int kStepA = TransposeA ? 2048 : 32, kStepB = TransposeB ? 2048 : 32;  // bytes from one k16 to the next
@@ -81,15 +79,7 @@ __device__ __forceinline__ void multiply_half(
   if constexpr (!Arrived) pin(acc);
 #pragma unroll
   for (int i = 0; i < Count; ++i, at.next()) {
-    if constexpr (!Arrived && Together) {
-      if (i == 0) {
-        Ring ahead = at;
-#pragma unroll
-        for (int j = 0; j < Count; ++j, ahead.next()) c.wait(ahead);
-      }
-    } else if constexpr (!Arrived) {
-      c.wait(at);
-    }
+    if constexpr (!Arrived) c.wait(at);
     const uint64_t a = c.a(at), b = c.b(at, half);
     if constexpr (!Arrived) wgmma_fence();
 #pragma unroll
@@ -154,12 +144,12 @@ __device__ __forceinline__ void begin_tile(
   constexpr bool kCarrying = !std::is_same_v<Beside, Nothing>;
   if constexpr (Edge > 0) {
     choose(beside, [&](const auto& more) {
-      multiply_half<Edge, false, TransposeA, TransposeB, kCarrying>(left, 0, false, c, more);
+      multiply_half<Edge, false, TransposeA, TransposeB>(left, 0, false, c, more);
     });
     between();
     wgmma_wait<0>();
     pin(left);
-    multiply_half<Edge, false, TransposeA, TransposeB, kCarrying>(right, 1, false, c);
+    multiply_half<Edge, false, TransposeA, TransposeB>(right, 1, false, c);
     c.ring.skip(Edge);
     wgmma_wait<0>();
     pin(right);
@@ -186,7 +176,7 @@ __device__ __forceinline__ void end_tile(
       renew(right);
     }
     if constexpr (Edge > 0) {
-      multiply_half<Edge, false, TransposeA, TransposeB, kCarrying>(left, 0, true, c, more);
+      multiply_half<Edge, false, TransposeA, TransposeB>(left, 0, true, c, more);
       multiply_half<Edge, true, TransposeA, TransposeB>(right, 1, true, c);
     }
   });
@@ -330,7 +320,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     }
   } else {
     registers_up<Kind == kStore ? 224 : 232>();
-    const int own = Carry ? __shfl_sync(~0u, group - 1, 0) : group - 1;
+    const int own = group - 1;
     Consumer consumer{base, full, empty, own, thread, {}, {}};
     int slot = 0;
     uint32_t phase = 0;
@@ -395,8 +385,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         id = next_tile(slot, phase, thread % 32 == 0);
       }
     } else if constexpr (Carry) {
-      // As below. The leaf of carried rows is complete when the left half is. (own: the same in all lanes, by a shuffle so
-      // that the compiler knows; without it and `forget` it serialises the products.)
+      // As below. The leaf of carried rows is complete when the left half is.
       if (id < tiles) {
         const Vocabulary& v = params.vocabulary;
         const uint32_t meeting = staging + kStages * kBytesCarried;
@@ -404,7 +393,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         float acc[16];
         Tile tile = locate<true>(params, shapes, id, rank);
         Carried carried{acc, base + kBytesA + rank * (kBytesB / 2) + own * 8192, staging, tile.carries()};
-        forget(acc);
         begin_tile<Edge, 0, 0>(left, right, consumer, [] {}, carried);
         while (true) {
           const TwoRows two(tile, v, own, thread);
@@ -414,11 +402,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
               carried_leaf(carried, tile, rank, v, meeting, own, thread);
             }
             vocabulary_leaf<Kind>(left, 0, two, shapes[0], params.problem[0], v, narrow, own, thread, finish);
-            forget(left);
           }, carried);
           auto finish_right = [&] {
             vocabulary_leaf<Kind>(right, 1, two, shapes[0], params.problem[0], v, narrow, own, thread, [] {});
-            forget(right);
           };
           id = next_tile(slot, phase, thread % 32 == 0);
           if (id >= tiles) {
@@ -427,7 +413,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
           }
           tile = locate<true>(params, shapes, id, rank);
           carried.now = tile.carries();
-          forget(acc);
           begin_tile<Edge, 0, 0>(left, right, consumer, finish_right, carried);
         }
       }
