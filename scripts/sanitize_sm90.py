@@ -184,6 +184,29 @@ def forward_alone() -> None:
     close(found.entropy, right[1], 2**-5)
 
 
+@part("statistics with carried rows")
+def carried_rows() -> None:
+    """256 + 28 rows: the last ones come along with the tiles of the others, where enough take part."""
+    for tokens, active in ((284, 284), (284, 270), (284, 200), (412, 400)):
+        h, w = normal(tokens, 320, seed=1), normal(ROWS, 320, seed=2, scale=0.1)
+        t = torch.randint(0, VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(3)).cuda()
+        leaves = -(-VOCABULARY // 128)
+        stats, target = torch.zeros(3, tokens, leaves, device="cuda"), torch.zeros(tokens, device="cuda")
+        kept = sm90.new_kept(tokens, VOCABULARY, torch.device("cuda"))
+        ints = torch.tensor([active, 0], dtype=torch.int32, device="cuda")
+        torch.ops.rlk.sm90_statistics(
+            h, w[:VOCABULARY], t, None, 0, VOCABULARY, ints[:1], 0, ints[1:], stats, target, kept
+        )
+        logits = (h.double() @ w[:VOCABULARY].double().T)[:active]
+        close(target[:active], logits.gather(1, t[:active, None])[:, 0])
+        close(stats[0, :active].amax(1), logits.amax(1))
+        for leaf in range(leaves):
+            part_of = logits[:, leaf * 128 : (leaf + 1) * 128]
+            e = (part_of - part_of.amax(1, keepdim=True)).exp()
+            close(stats[1, :active, leaf], e.sum(1))
+            close(kept[:active, leaf * 128 : (leaf + 1) * 128], e)
+
+
 @part("linear_logp of a shard")
 def shard() -> None:
     """What a rank with half of the vocabulary computes, merged with the other half's statistics."""

@@ -21,6 +21,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 
 // 16 x 128 bf16 of one warp through the warp's own shared memory to global memory, 256 bytes of a row at a time.
 struct Stager {
+  static constexpr int kRows = 16;
   uint32_t address;  // 4 KiB
   int lane;
 
@@ -110,8 +111,9 @@ __device__ __forceinline__ void divide_rows(float (&acc)[64], const float (&divi
 
 // exp(x - shift) of one row of a leaf to shared memory, and the tree over it and its products with x - shift: of row 0 as
 // far as `sums`, by j; of both rows up to levels[4]. levels: complete subtrees over j.
+template <typename Stage>
 __device__ __forceinline__ void statistics_of_row(
-    const float* x, int h, float shift, float (&sums)[16], float (&levels)[5], const Stager& stager) {
+    const float* x, int h, float shift, float (&sums)[16], float (&levels)[5], const Stage& stager) {
   const bool odd = stager.lane & 1, high = stager.lane & 2;
 #pragma unroll
   for (int part = 0; part < 16; part += 4) {
@@ -163,11 +165,12 @@ struct TwoRows {
 };
 
 // One leaf for each of the thread's two rows: acc[4 j + 2 h + b] is column 8 j + 2 (lane % 4) + b of row h. `between`
-// runs when the arithmetic is done and only stores are left. Some: whether some columns may be kept and others not.
-template <int Kind, bool Some, typename Between>
+// runs when the arithmetic is done and only stores are left. Some: whether some columns may be kept and others not. A stager
+// of 8 rows takes those of either h in turn.
+template <int Kind, bool Some, typename Stage, typename Between>
 __device__ __forceinline__ void vocabulary_leaf(
     float (&acc)[64], int leaf, const TwoRows& two, const Shape& shape, const Problem& problem, const Vocabulary& v,
-    const Stager& stager, int group, int thread, Between between) {
+    const Stage& stager, int group, int thread, Between between) {
   const int lane = thread % 32, quad_lane = lane % 4, first = two.n + leaf * kLeaf;
   if (__any_sync(~0u, two.temperature[0] != 1.0f || two.temperature[1] != 1.0f)) {  // division by one changes nothing
     divide_rows(acc, two.temperature);
@@ -204,6 +207,13 @@ __device__ __forceinline__ void vocabulary_leaf(
     if constexpr (Kind == kStatistics) {
       maxima[h] = leaf_max;
       statistics_of_row(x, h, shift, sums, levels, stager);
+      if constexpr (Stage::kRows == 8) {
+        if (h == 0 && (Some ? two.n < v.keep : v.keep > 0)) {
+          stager.flush(problem.out, problem.out_stride, shape.store_rows, problem.cols,
+                       two.m + group * 64 + (thread / 32) * 16, first);
+          stager.begin();
+        }
+      }
     } else {
       const RowGrad grad = two.row[h] < shape.rows ? load_row_grad(v.table, two.row[h]) : RowGrad{};
       const LeafGrad gradient = LeafGrad::of(leaf_max, grad);
@@ -246,7 +256,7 @@ __device__ __forceinline__ void vocabulary_leaf(
   between();
   if (Kind == kGradient || (Some ? two.n < v.keep : v.keep > 0)) {
     stager.flush(problem.out, problem.out_stride, shape.store_rows, problem.cols,
-                 two.m + group * 64 + (thread / 32) * 16, first);
+                 two.m + group * 64 + (thread / 32) * 16 + (16 - Stage::kRows), first);
   }
 }
 

@@ -76,6 +76,7 @@ Params logits_params(const Matrix& hidden, const Matrix& weight, const Rows& row
   Problem& problem = params.problem[0];
   problem.a = tensor_map(hidden, kTileK, kTileM);
   problem.b = tensor_map(weight, kTileK, kTileN / kCluster);
+  params.carried = tensor_map(hidden, kTileK, kCarried / kCluster);
   output(problem, out);
   shape(problem, hidden.rows, weight.rows, hidden.cols, kRows);
   params.problems = 1;

@@ -16,8 +16,10 @@
 //   kStore        bf16 or fp32 output; the accumulators may continue from fp32 values, or k may be cut into blocks, and then
 //                 rows of A may be columns of the tile (tokens_as_columns.cuh)
 #pragma once
-#include "epilogue.cuh"
+#include "carried.cuh"
 #include "tokens_as_columns.cuh"
+
+#include <type_traits>
 
 namespace rlk::sm90 {
 
@@ -25,6 +27,18 @@ namespace rlk::sm90 {
 __device__ __forceinline__ void forget(float (&acc)[64]) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) asm volatile("" : "=f"(acc[i])::"memory");
+}
+
+// Copies that cost nothing: the compiler assigns registers to the values before and after on their own, and finds the same
+// ones. Without them it may find none for accumulators of both shapes and serialise all products (C7511).
+template <int N>
+__device__ __forceinline__ void renew(float (&acc)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    float copy;
+    asm volatile("mov.b32 %0, %1;" : "=f"(copy) : "f"(acc[i]) : "memory");
+    acc[i] = copy;
+  }
 }
 
 // A consumer warpgroup's view of the stages.
@@ -52,11 +66,16 @@ struct Consumer {
   }
 };
 
+struct Nothing {
+  __device__ __forceinline__ void operator()(const Ring&, int, bool) const {}
+};
+
 // The next `Count` tiles of k for one half, which starts a group of products in flight. continued: the accumulators hold
 // values to go on from. The stages stay taken. Arrived: the other half has waited for them, and nothing but products has
-// touched these accumulators. LastSteps: steps of 16 k of the last tile.
-template <int Count, bool Arrived, int TransposeA, int TransposeB, int LastSteps = kTileK / 16>
-__device__ __forceinline__ void multiply_half(float (&acc)[64], int half, bool continued, const Consumer& c) {
+// touched these accumulators. LastSteps: steps of 16 k of the last tile. beside: starts more products of the same k.
+template <int Count, bool Arrived, int TransposeA, int TransposeB, int LastSteps = kTileK / 16, typename Beside = Nothing>
+__device__ __forceinline__ void multiply_half(
+    float (&acc)[64], int half, bool continued, const Consumer& c, const Beside& beside = {}) {
   constexpr int kStepA = TransposeA ? 2048 : 32, kStepB = TransposeB ? 2048 : 32;  // bytes from one k16 to the next
   Ring at = c.ring;
   if constexpr (!Arrived) pin(acc);
@@ -70,15 +89,16 @@ __device__ __forceinline__ void multiply_half(float (&acc)[64], int half, bool c
       if (i + 1 == Count && k >= LastSteps) break;
       wgmma_64x128x16<TransposeA, TransposeB>(
           acc, a + (k * kStepA >> 4), b + (k * kStepB >> 4), continued || i > 0 || k > 0);
+      beside(at, k, continued || i > 0 || k > 0);
     }
   }
   wgmma_commit();
 }
 
 // The same for both halves and `count` > 0 tiles of k, which are complete at the end.
-template <int TransposeA, int TransposeB>
+template <int TransposeA, int TransposeB, typename Beside = Nothing>
 __device__ __forceinline__ void multiply_both(
-    float (&left)[64], float (&right)[64], int count, bool continued, Consumer& c) {
+    float (&left)[64], float (&right)[64], int count, bool continued, Consumer& c, const Beside& beside = {}) {
   constexpr int kStepA = TransposeA ? 2048 : 32, kStepB = TransposeB ? 2048 : 32;
   int held = 0;
   pin(left);
@@ -92,6 +112,7 @@ __device__ __forceinline__ void multiply_both(
     for (int k = 0; k < kTileK / 16; ++k) {
       wgmma_64x256x16<TransposeA, TransposeB>(
           left, right, a + (k * kStepA >> 4), b + (k * kStepB >> 4), continued || kt > 0 || k > 0);
+      beside(c.ring, k, continued || kt > 0 || k > 0);
     }
     wgmma_commit();
     wgmma_wait<1>();
@@ -106,12 +127,28 @@ __device__ __forceinline__ void multiply_both(
   c.release(held);
 }
 
+// Products beside those of the left half, where this tile has any: the code in both versions, chosen outside of its loops.
+template <typename Beside, typename Run>
+__device__ __forceinline__ void choose(const Beside& beside, Run run) {
+  if constexpr (std::is_same_v<Beside, Nothing>) {
+    run(beside);
+  } else if (beside.now) {
+    run(beside);
+  } else {
+    run(Nothing{});
+  }
+}
+
 // The first tiles of k of a tile; `between` has the right half for itself while the tensor cores work on the left one.
 // Accumulators go from products of one shape to those of another only after a wait.
-template <int Edge, int TransposeA, int TransposeB, typename Between>
-__device__ __forceinline__ void begin_tile(float (&left)[64], float (&right)[64], Consumer& c, Between between) {
+template <int Edge, int TransposeA, int TransposeB, typename Between, typename Beside = Nothing>
+__device__ __forceinline__ void begin_tile(
+    float (&left)[64], float (&right)[64], Consumer& c, Between between, const Beside& beside = {}) {
+  constexpr bool kCarrying = !std::is_same_v<Beside, Nothing>;
   if constexpr (Edge > 0) {
-    multiply_half<Edge, false, TransposeA, TransposeB>(left, 0, false, c);
+    choose(beside, [&](const auto& more) {
+      multiply_half<Edge, false, TransposeA, TransposeB>(left, 0, false, c, more);
+    });
     between();
     wgmma_wait<0>();
     pin(left);
@@ -119,6 +156,10 @@ __device__ __forceinline__ void begin_tile(float (&left)[64], float (&right)[64]
     c.ring.skip(Edge);
     wgmma_wait<0>();
     pin(right);
+    if constexpr (kCarrying) {
+      renew(left);
+      renew(right);
+    }
     c.release(Edge);
   } else {
     between();
@@ -128,18 +169,28 @@ __device__ __forceinline__ void begin_tile(float (&left)[64], float (&right)[64]
 // The rest of a tile of more than 2 Edge tiles of k. left_done(finish): the left half is complete, the tensor cores work
 // on the right one; it calls finish() at some point, after which the right half is complete, too. brief: the second half of
 // the last tile of k is zeros and left out; products before it have met such zeros already, so not even a -0 would change.
-template <int Edge, int TransposeA, int TransposeB, typename LeftDone>
+template <int Edge, int TransposeA, int TransposeB, typename LeftDone, typename Beside = Nothing>
 __device__ __forceinline__ void end_tile(
-    float (&left)[64], float (&right)[64], int tiles_k, bool brief, Consumer& c, LeftDone left_done) {
-  multiply_both<TransposeA, TransposeB>(left, right, tiles_k - 2 * Edge, Edge > 0, c);
-  if constexpr (Edge > 0) {
-    if (brief) {
-      multiply_half<Edge, false, TransposeA, TransposeB, 2>(left, 0, true, c);
-      multiply_half<Edge, true, TransposeA, TransposeB, 2>(right, 1, true, c);
-    } else {
-      multiply_half<Edge, false, TransposeA, TransposeB>(left, 0, true, c);
-      multiply_half<Edge, true, TransposeA, TransposeB>(right, 1, true, c);
+    float (&left)[64], float (&right)[64], int tiles_k, bool brief, Consumer& c, LeftDone left_done,
+    const Beside& beside = {}) {
+  constexpr bool kCarrying = !std::is_same_v<Beside, Nothing>;
+  choose(beside, [&](const auto& more) {
+    multiply_both<TransposeA, TransposeB>(left, right, tiles_k - 2 * Edge, Edge > 0, c, more);
+    if constexpr (kCarrying) {
+      renew(left);
+      renew(right);
     }
+    if constexpr (Edge > 0) {
+      if (brief) {
+        multiply_half<Edge, false, TransposeA, TransposeB, 2>(left, 0, true, c);
+        multiply_half<Edge, true, TransposeA, TransposeB, 2>(right, 1, true, c);
+      } else {
+        multiply_half<Edge, false, TransposeA, TransposeB>(left, 0, true, c, more);
+        multiply_half<Edge, true, TransposeA, TransposeB>(right, 1, true, c);
+      }
+    }
+  });
+  if constexpr (Edge > 0) {
     c.ring.skip(Edge);
     wgmma_wait<1>();
     pin(left);
@@ -157,7 +208,8 @@ __device__ __forceinline__ void start_half(float (&acc)[64], int half, const Til
   if (tile.problem->init != nullptr) Pairs(tile, half, group, thread).load(acc, tile.problem->init);
 }
 
-template <int Kind, int Edge>
+// Carry: tiles may carry rows that are in none (carried.cuh); only where there is one problem, of logits.
+template <int Kind, int Edge, bool Carry = false>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gemm_kernel(const __grid_constant__ Params params) {
   extern __shared__ uint8_t raw[];
@@ -172,9 +224,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0) {
     const int active = params.active != nullptr ? max(*params.active - params.skipped, 0) : INT_MAX;
-    shapes[0].set<Kind, true>(params.problem[0], active);
+    shapes[0].set<Kind, true>(params.problem[0], active, Carry);
     shapes[1].all_tiles = 0;
-    if (params.problems > 1) shapes[1].set<Kind, false>(params.problem[1], active);
+    if (params.problems > 1) shapes[1].set<Kind, false>(params.problem[1], active, false);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full + i * 8, 1);
       barrier_init(empty + i * 8, 2 * kCluster);
@@ -230,8 +282,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         }
         if (id >= tiles) break;
         if (rank == 0) schedule();
-        const Tile tile = locate<Kind == kStore>(params, shapes, id, rank);
+        const Tile tile = locate<Kind == kStore, Carry>(params, shapes, id, rank);
         const Problem& problem = *tile.problem;
+        // Each block loads half of the carried rows for both.
+        const int carried_row =
+            Carry && tile.carries() ? tile.shape->tiled() + static_cast<int>(rank) * (kCarried / kCluster) : -1;
         for (int kt = 0; kt < tile.k_tiles; ++kt) {
           int k = tile.k_first + kt * kTileK;
           if constexpr (Kind == kStore && Edge > 0) {
@@ -246,8 +301,15 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
               continue;
             }
           }
-          barrier_expect(barrier, kBytesStage);
-          if (problem.transposed_a) {
+          if (Carry && carried_row >= 0) {
+            barrier_expect(barrier, kBytesStage + kBytesCarried);
+            load_tile_multicast(
+                staging + ring.stage * kBytesCarried + rank * (kBytesCarried / kCluster), &params.carried, barrier, k,
+                carried_row, 3);
+          } else {
+            barrier_expect(barrier, kBytesStage);
+          }
+          if (!Carry && problem.transposed_a) {
             load_tile(a, &problem.a, barrier, tile.m, k);
             load_tile(a + 8192, &problem.a, barrier, tile.m + 64, k);
           } else {
@@ -334,6 +396,38 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         store_half(left, 0, tile, stager, own, thread);
         store_half(right, 1, tile, stager, own, thread);
         id = next_tile(slot, phase, thread % 32 == 0);
+      }
+    } else if constexpr (Carry) {
+      // As below. The leaf of carried rows is complete when the left half is.
+      if (id < tiles) {
+        const Vocabulary& v = params.vocabulary;
+        const uint32_t meeting = staging + kStages * kBytesCarried;
+        const NarrowStager narrow{meeting + own * (kBytesCarriedStaging / 2) + (thread / 32) * 2048, thread % 32};
+        float acc[16];
+        Tile tile = locate<false, true>(params, shapes, id, rank);
+        Carried carried{acc, base + kBytesA + rank * (kBytesB / 2) + own * 8192, staging, tile.carries()};
+        begin_tile<Edge, 0, 0>(left, right, consumer, [] {}, carried);
+        while (true) {
+          const TwoRows two(tile, v, own, thread);
+          end_tile<Edge, 0, 0>(left, right, tile.k_tiles, false, consumer, [&](auto finish) {
+            if (carried.now) {
+              pin(acc);
+              carried_leaf(carried, tile, rank, v, meeting, own, thread);
+            }
+            vocabulary_leaf<Kind, true>(left, 0, two, shapes[0], params.problem[0], v, narrow, own, thread, finish);
+          }, carried);
+          auto finish_right = [&] {
+            vocabulary_leaf<Kind, true>(right, 1, two, shapes[0], params.problem[0], v, narrow, own, thread, [] {});
+          };
+          id = next_tile(slot, phase, thread % 32 == 0);
+          if (id >= tiles) {
+            finish_right();
+            break;
+          }
+          tile = locate<false, true>(params, shapes, id, rank);
+          carried.now = tile.carries();
+          begin_tile<Edge, 0, 0>(left, right, consumer, finish_right, carried);
+        }
       }
     } else if (id < tiles) {
       // Tiles overlap: the first products of the next tile are under way before this one's right half is dealt with.

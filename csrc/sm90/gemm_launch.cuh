@@ -20,10 +20,10 @@ inline int64_t tiles(const Problem& problem) {
   return tiles_m / kCluster * tiles_n + tiles_m % kCluster * ceil_div(tiles_n, kCluster);
 }
 
-template <int Kind, int Edge>
+template <int Kind, int Edge, bool Carry = false>
 void launch(const Params& params, cudaStream_t stream) {
   const int processors = once_a_device([](int device) {
-    check(cudaFuncSetAttribute(gemm_kernel<Kind, Edge>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared),
+    check(cudaFuncSetAttribute(gemm_kernel<Kind, Edge, Carry>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared),
           "shared memory");
     return processors_of(device);
   });
@@ -31,7 +31,7 @@ void launch(const Params& params, cudaStream_t stream) {
   for (int i = 0; i < params.problems; ++i) count += tiles(params.problem[i]);
   if (count == 0) return;
   const int clusters = static_cast<int>(std::min<int64_t>(processors / kCluster, count));
-  gemm_kernel<Kind, Edge><<<clusters * kCluster, kThreads, kBytesShared, stream>>>(params);
+  gemm_kernel<Kind, Edge, Carry><<<clusters * kCluster, kThreads, kBytesShared, stream>>>(params);
   check(cudaGetLastError(), "matrix product launch");
 }
 

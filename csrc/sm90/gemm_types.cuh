@@ -11,6 +11,8 @@ constexpr int kTileM = 128, kTileN = 256, kTileK = 64, kStages = 4, kCluster = 2
 constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2, kBytesStage = kBytesA + kBytesB;
 constexpr int kBytesStaging = 64 * kLeaf * 2;  // for one consumer warpgroup
 constexpr int kTileSlots = 2;
+// Rows beyond whole tiles of rows, up to so many, that a tile with sharing may carry along (carried.cuh).
+constexpr int kCarried = 32, kBytesCarried = kCarried * kTileK * 2;
 constexpr int kBytesShared = kStages * kBytesStage + 2 * kBytesStaging + 256 + 1024;
 
 constexpr int kBeyond = 1 << 30;  // a coordinate outside of every matrix
@@ -69,6 +71,7 @@ struct Params {
   const int* active;       // active rows, or null for all
   int skipped;             // of them, rows in front of this problem's first one
   int* counter;            // zero at launch
+  CUtensorMap carried;     // A of problem 0 in boxes of half the carried rows; only of kernels that may carry
 };
 
 // Sizes of a problem, known when the kernel starts. Tiles are numbered over clusters.
@@ -83,11 +86,12 @@ struct Shape {
 
   // First: of problem[0], the only one with blocks of k.
   template <int Kind, bool First>
-  __device__ void set(const Problem& problem, int active) {
+  __device__ void set(const Problem& problem, int active, bool may_carry) {
     rows = problem.dynamic == kRows ? min(problem.rows, active) : problem.rows;
     const int depth = problem.dynamic == kDepth ? min(problem.depth, active) : problem.depth;
     store_rows = min(problem.rows, (rows + kTileK - 1) / kTileK * kTileK);
-    const int tiles_m = (rows + kTileM - 1) / kTileM;
+    const int uncounted = may_carry & (rows >= kCluster * kTileM) ? kCarried : 0;  // may be left after whole tiles
+    const int tiles_m = (rows + kTileM - 1 - uncounted) / kTileM;
     pairs = tiles_m / kCluster;
     odd = tiles_m % kCluster;
     tokens = 0;
@@ -108,6 +112,7 @@ struct Shape {
     tiles = pairs * tiles_n + odd * ((tiles_n + kCluster - 1) / kCluster);
     all_tiles = problem.output == kBlocks ? tiles * ((tiles_k + kBlockTiles - 1) / kBlockTiles) : tiles;
   }
+  __device__ __forceinline__ int tiled() const { return (pairs * kCluster + odd) * kTileM; }  // rows in tiles, or more
 };
 
 struct Tile {
@@ -117,17 +122,21 @@ struct Tile {
   int k_first, k_tiles;  // first k and number of k tiles
   int block, index;      // kBlocks: block of k, and which tile of the cluster
   bool shares;           // the blocks of the cluster have the columns of B in common
+
+  // The rows in no tile come along with those of the first pair.
+  __device__ __forceinline__ bool carries() const { return m < kCluster * kTileM && shape->rows > shape->tiled(); }
 };
 
-// MayBeColumns: tokens may be columns of the tile (dH); elsewhere registers are too few for what it takes.
-template <bool MayBeColumns = false>
+// MayBeColumns: tokens may be columns of the tile (dH); elsewhere registers are too few for what it takes. Single: there is
+// one problem, whose k is not cut.
+template <bool MayBeColumns = false, bool Single = false>
 __device__ __forceinline__ Tile locate(const Params& params, const Shape* shapes, int id, uint32_t rank) {
-  const int which = id >= shapes[0].all_tiles, local_id = which ? id - shapes[0].all_tiles : id;
+  const int which = !Single && id >= shapes[0].all_tiles, local_id = which ? id - shapes[0].all_tiles : id;
   const Problem& problem = params.problem[which];
   const Shape& shape = shapes[which];
   int local = local_id;
   Tile tile{&problem, &shape, 0, 0, problem.k_begin, shape.tiles_k, 0, local, true};
-  if (problem.output == kBlocks) {
+  if (!Single && problem.output == kBlocks) {
     tile.block = local / shape.tiles;
     tile.index = local = local % shape.tiles;
     tile.k_first += tile.block * kBlockTiles * kTileK;

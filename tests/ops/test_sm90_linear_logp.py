@@ -426,6 +426,55 @@ def test_no_tile_is_lost_between_long_stores(tokens, ignored):
         assert differing(rounded[:40000], expected[:40000]) == 0, (repeat, where(rounded[:40000], expected[:40000]))
 
 
+# Rows beyond whole tiles of 128: 1 to 32 of them are carried by other tiles, of 256 and more that take part.
+CARRIED = [257, 284, 288, 289, 543, 796, 1820, 389]
+
+
+@pytest.mark.parametrize("vocabulary", [2560, 2901, 700])
+@pytest.mark.parametrize("tokens", CARRIED)
+def test_carried_rows(tokens, vocabulary):
+    h, w, t = operands(tokens, 320, vocabulary + 8, vocabulary)
+    t[-1], t[-2] = vocabulary - 1, 130
+    common = {"temperature": mixed_temperature(tokens), "global_vocab_size": vocabulary}
+    kept = both(h, w, t, **common)
+    assert_same(both(h, w, t, backend="triton", **common), kept)
+    with torch.no_grad():  # nothing kept
+        assert_same(linear_logp(h, w, t, **common), kept[:3])
+        for row in (tokens - 1, tokens - tokens % 128):
+            part = slice(row, row + 1)
+            arguments = {"temperature": common["temperature"][part], "global_vocab_size": vocabulary}
+            assert_same(linear_logp(h[part], w, t[part], **arguments), [x[part] for x in kept[:3]])
+    h[-1, 7] += 1.0
+    assert [differing(a[-1:], b[-1:]) for a, b in zip(both(h, w, t, **common)[:3], kept[:3], strict=True)] == [1] * 3
+
+
+@pytest.mark.parametrize("active", [1, 129, 255, 256, 257, 288, 289, 300, 384, 400, 512, 539, 768, 780])
+def test_rows_that_take_part_and_may_be_carried(active):
+    """Whether rows are carried follows from how many take part, which the host does not know."""
+    h, w, t = operands(796, 320, 2901, 2901)
+    g = torch.Generator(device="cuda").manual_seed(active)
+    t[torch.randperm(796, device="cuda", generator=g)[active:]] = -100
+    common = {"temperature": mixed_temperature(796), "global_vocab_size": 2901}
+    kept = both(h, w, t, **common)
+    assert_same(both(h, w, t, backend="triton", **common), kept)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0, 1e30])
+def test_carried_rows_with_bad_values(value):
+    tokens = 284
+    h, w, t = operands(tokens, 320, 1000, 1000)
+    good = sm90.leaf_stats(h, w, None, t, 1000)[0]
+    h[260] = value
+    for temperature in (None, mixed_temperature(tokens)):
+        stats, z = sm90.leaf_stats(h, w, temperature, t, 1000)
+        part = None if temperature is None else temperature[256:]
+        alone, own = sm90.leaf_stats(h[256:].contiguous(), w, part, t[256:].contiguous(), 1000)
+        assert_same([stats[:, 256:], z[256:]], [alone, own])
+        if temperature is None:
+            others = torch.arange(tokens, device="cuda") != 260
+            assert differing(stats[:, others], good[:, others]) == 0 and differing(stats[:, 260], good[:, 260])
+
+
 def test_second_backward_recomputes():
     h, w, t = operands(*SHAPES[0])
     h, w = h.requires_grad_(), w.requires_grad_()
