@@ -71,7 +71,7 @@ class TrainConfig:
     sequence_parallel: bool = False
     micro_batch_tokens: int = 8192  # tokens of one packed forward pass, per data-parallel rank
     logp_workspace_mib: int = (
-        512  # what linear_logp may keep from forward to backward; logits that fit are not recomputed
+        512  # what linear_logp may keep from forward to backward; columns whose logits fit are not recomputed
     )
     pack_multiple: int = 1  # packs are padded to a multiple: GPU libraries and compilers meet fewer shapes
     lr: float = 1e-6

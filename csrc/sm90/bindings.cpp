@@ -41,6 +41,10 @@ void statistics_op(Tensor hidden, Tensor weight, Tensor targets, Maybe temperatu
                    Maybe active, int64_t skipped, Tensor counter, Tensor stats, Tensor target_logit, Maybe kept) {
   const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
   const int64_t tokens = hidden.size(0);
+  STD_TORCH_CHECK(!kept.has_value() || (kept->dim() == 2 && kept->size(0) == tokens &&
+                      (kept->size(1) == columns ||
+                       (kept->size(1) < columns && kept->size(1) % 256 == 0 && hidden.size(1) > 256))),
+                  "kept must be [T, columns], or hold whole tiles of 256 of the first ones (H above 256)");
   Rows rows = rows_of(targets, temperatures, start, columns, tokens);
   leaves_of(rows, stats, tokens);
   active_of(rows, active, skipped);

@@ -51,25 +51,6 @@ struct Stager {
       }
     }
   }
-  // The same from 128 columns of accumulators.
-  __device__ __forceinline__ void send(
-      const float (&half)[64], __nv_bfloat16* out, int64_t stride, int rows, int cols, int row, int column) const {
-    const int quad = lane / 4, quad_lane = lane % 4;
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float* x = half + j * 4 + 2 * h;
-        const __nv_bfloat162 value = __floats2bfloat162_rn(x[0], x[1]);
-        const int r = quad + 8 * h;
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(address + r * 256 + ((j ^ quad) * 16) + quad_lane * 4),
-                     "r"(reinterpret_cast<const uint32_t&>(value))
-                     : "memory");
-      }
-    }
-    flush(out, stride, rows, cols, row, column);
-  }
 };
 
 // x[4 j + b] is column 8 j + 2 (lane % 4) + b.
@@ -150,7 +131,6 @@ struct TwoRows {
   int hit[2];        // the target's column in the tile, or -1
   float temperature[2];
 
-  __device__ __forceinline__ TwoRows() {}
   __device__ __forceinline__ TwoRows(const Tile& tile, const Vocabulary& v, int group, int thread) : m(tile.m), n(tile.n) {
     const int rows = tile.shape->rows;
 #pragma unroll

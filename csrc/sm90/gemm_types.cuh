@@ -25,8 +25,8 @@ enum Dynamic { kFixed = 0, kRows = 1, kDepth = 2 };  // which size of a product 
 // kBlocks: k is cut into blocks of this many tiles; each block is a chain of its own, added to out_float in order.
 constexpr int kBlockTiles = 16384 / kTileK;
 
-// Tokens a tile where `rows` of them had better be columns than rows (tokens_as_columns.cuh), else 0. At most `most`. There
-// are as many tiles as clusters take rows in then, an odd tile of rows rounded up.
+// How many tokens a tile takes where tokens had better be its columns than its rows (tokens_as_columns.cuh), at most `most`; 0
+// where rows are better. There are as many such tiles as pairs of row tiles, an odd one counted as a pair.
 __host__ __device__ __forceinline__ int tokens_a_tile(int rows, int most) {
   const int as_rows = (rows + kTileM - 1) / kTileM, across = (as_rows + 1) / kCluster;
   int each = kLeastTokens;

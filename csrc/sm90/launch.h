@@ -25,7 +25,7 @@ struct Matrix {
 };
 
 // Statistics of the leaves of hidden weight^T / temperature; kept.data != null also writes bf16 exp(z - leaf_max) of its
-// columns: all, or a multiple of 256 of the first ones.
+// columns: all, or a multiple of 256 of the first ones (hidden size above 256).
 void statistics(Matrix hidden, Matrix weight, Rows rows, Matrix kept, int* counter, cudaStream_t stream);
 // bf16 gradient of the logits, recomputed from hidden and weight.
 void recompute(Matrix hidden, Matrix weight, Rows rows, Matrix dlogits, int* counter, cudaStream_t stream);

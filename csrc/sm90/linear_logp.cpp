@@ -170,8 +170,10 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
   const cudaStream_t stream = stream_of(picked);
   const int64_t kept_columns = kept.has_value() ? std::min(kept->size(1), columns) : 0;
   const int64_t available = (workspace - 4 * tokens * width) / (2 * tokens);
-  const int64_t step =
-      std::max<int64_t>(1, (kept.has_value() ? kept_columns : available) / kBlockColumns) * kBlockColumns;
+  // As many as the memory holds: fewer than a block where kept columns end with a segment shorter than that.
+  const int64_t step = kept.has_value() && kept_columns < kBlockColumns
+      ? std::max<int64_t>(1, kept_columns)
+      : std::max<int64_t>(1, (kept.has_value() ? kept_columns : available) / kBlockColumns) * kBlockColumns;
   const auto border = [&](int64_t segment) { return std::min(segment * segment_columns, columns); };
   // Where the chunk of a segment that starts with column `first` ends: kept columns are one chunk.
   const auto chunk_end = [&](int64_t first, int64_t segment_end) {
@@ -243,6 +245,7 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
       if (first < kept_columns) {
         task.dlogits = first_columns(buffer, first, count);
       } else {
+        STD_TORCH_CHECK(!kept.has_value() || up(count, 8) <= kept->size(1), "kept logits: no room for those made again");
         task.dlogits = {buffer.data, tokens, count, up(count, 8)};
         rows.start = start + first;
         rows.columns = static_cast<int>(count);

@@ -3,8 +3,8 @@
 // A cluster of two blocks side by side computes 128 x 256 outputs, each block 128 x 128 and each of its two consumer
 // warpgroups 64 x 128: small enough for three sets of accumulators in registers. Of four segments the chains use sets x, y,
 // z, x, and what is to be done with those that are finished is done under the next chain's products: the sum of the first
-// two under the third, the rest and the store under the next tile's first. Only after the fourth must the products wait, for
-// one sum. Of eight segments the sum of the first four waits in shared memory. The blocks share A: each loads half of its
+// two under the third, the rest and the store under the next tile's first. Only after the fourth (of two:
+// after the second) must the products wait, for one sum. Of eight segments the sum of the first four waits in shared memory. The blocks share A: each loads half of its
 // rows and sends them to both. Clusters of four share B as well and move a third fewer bytes from the L2, but only 30 of
 // them run on 132 processors, and the slowest wave decides.
 // Each segment is one chain over ascending k from zero, so neither tiles nor scheduling change a bit.

@@ -10,7 +10,8 @@
 
 namespace rlk::sm90 {
 
-// What the producer of one block loads for one tile of k. The boxes may hold up to 8 tokens more than the tile has.
+// What the producer of one block loads for one tile of k. The boxes have room for the most tokens a tile may have;
+// those beyond this tile's are not multiplied.
 __device__ __forceinline__ void load_tokens(const Tile& tile, uint32_t rank, int k, uint32_t barrier, uint32_t a, uint32_t b) {
   const Problem& problem = *tile.problem;
   const int box = problem.box;

@@ -108,6 +108,25 @@ def test_segments_agree(segments):
     assert differing(both(h, w, t, global_vocab_size=SHAPES[1][3])[3], kept[3])
 
 
+@pytest.mark.parametrize("mib", [512, 20, 1])
+def test_weight_alone_with_short_segments(mib):
+    """Without a gradient of the hidden states nothing is cut at segments, of which 20 MiB keep the first."""
+    h, w, t = operands(*SHAPES[1])
+    common = {"grad_segments": 8, "global_vocab_size": SHAPES[1][3]}
+    upstream, found = torch.randn(len(t), device="cuda"), []
+    for size, need in ((512, True), (mib, False)):
+        sm90.WORKSPACE_BYTES = size << 20
+        x, y = h.clone().requires_grad_(need), w.clone().requires_grad_()
+        found.append(list(torch.autograd.grad(linear_logp(x, y, t, **common).logp, [y], upstream)))
+    assert_same(*found)
+
+
+def test_carried_rows_with_some_kept():
+    h, w, t = operands(796, 320, 40960, 40000)
+    common = {"temperature": mixed_temperature(len(t)), "global_vocab_size": 40000}
+    assert_same(some_kept(h, w, t, **common), both(h, w, t, **common))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_logp_of_logits_and_rows_alone(shape):
     h, w, t = operands(*shape)

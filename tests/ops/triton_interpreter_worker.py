@@ -380,6 +380,12 @@ def corners(found, products, layout, hidden, weight, target):
         operands, _, out = run(whole)
         one = torch.autograd.grad(out[used], operands, upstream[used], retain_graph=True)
         found[f"output {used} alone"] = all(map(same, one, torch.autograd.grad(out, operands, tuple(zero))))
+    operands, _, out = run(whole)
+    out[0].mul_(2)
+    changed = torch.autograd.grad(out, operands, tuple(upstream))
+    operands, _, out = run(whole)
+    doubled = torch.stack([2 * upstream[0], *upstream[1:]])
+    found["output changed in place"] = all(map(same, changed, torch.autograd.grad(out, operands, tuple(doubled))))
     alone = torch.tensor([-100, -100, 249, -100, -100, -100])
     operands, _, out = run(slice(2, 3))
     single = [*(x.detach() for x in out), *torch.autograd.grad(out, operands, tuple(upstream[:, 2:3]))]

@@ -206,11 +206,13 @@ def linear_logp(
     256 rows of the weight and 3 to 6 fp32 tensors of the size of ``hidden_states`` (two orders of it, and one for each
     pending level of the segment tree). On GPUs a forward pass that will be differentiated keeps bf16 values, so that
     its backward pass need not compute them again: with backend sm90 one for each logit if all of them fit
-    RLK_WORKSPACE_MIB (512), else none; with the others those of the first blocks of 16384 columns that fit it (672),
-    and 4 bytes a row for each 128 of these columns. As many forward passes as wait for backward hold that. Beside it
-    sm90 stays within the same figure. The others hold 64 MiB of statistics forward, tiles of fp32 logits of at most
-    448 MiB (or 1024 columns), in backward also 32 KiB of dlogits a row where what was kept is too small for both, and
-    one fp32 tensor of the size of ``hidden_states``, and one more for each pending level.
+    RLK_WORKSPACE_MIB (512), else those of the first columns that fit it beside what either pass needs (whole blocks of
+    16384 columns of a segment, or whole segments; none for a hidden size up to 256); with the others those of the first
+    blocks of 16384 columns that fit it (672), and 4 bytes a row for each 128 of these columns. As many forward passes
+    as wait for backward hold that. Beside logits that all fit sm90 stays within the same figure. The others hold 64 MiB
+    of statistics forward, tiles of fp32 logits of at most 448 MiB (or 1024 columns), in backward also 32 KiB of dlogits
+    a row where what was kept is too small for both, and one fp32 tensor of the size of ``hidden_states``, and one more
+    for each pending level.
 
     Raises:
         ContractError: an argument is out of range, or the ranks disagree.

@@ -97,7 +97,7 @@ class _LinearLogp(torch.autograd.Function):
         out, made = _forward(hidden, weight, call, True)
         ctx.call, ctx.made = call, made
         ctx.save_for_backward(hidden, weight, None if made is None else made.temperature)
-        return out.unbind(0)
+        return tuple(x.clone() for x in out)  # views could not be changed in place
 
     @staticmethod
     @once_differentiable

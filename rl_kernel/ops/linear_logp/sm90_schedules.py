@@ -61,13 +61,15 @@ class Call:
         return 2 * tokens * sm90.kept_columns(self.most_columns)
 
     def columns_to_keep(self, tokens: int, width: int) -> int:
-        """Local columns of which logits are kept: all where they fit the workspace, else those of the chunk that
-        backward has to hold in any case, beside the fp32 gradient of the hidden states and a copy of these."""
+        """Local columns of which logits are kept: all where they fit the workspace, else those of the first chunk that
+        backward has to hold in any case, beside a copy of the hidden states, in forward the statistics of all leaves
+        and in backward the fp32 gradient of the hidden states."""
         if self.kept_bytes(tokens) <= sm90.WORKSPACE_BYTES:
             return self.columns
         if width <= sm90.SHORT_PRODUCT:
             return 0
-        fit = (sm90.WORKSPACE_BYTES - 6 * tokens * width) // (tokens * (2 + 12 / VOCAB_LEAF))
+        memory = sm90.WORKSPACE_BYTES - 2 * tokens * width
+        fit = (memory - tokens * max(4 * width, 12 * self.layout.max_leaves())) // (tokens * (2 + 12 / VOCAB_LEAF))
         ends = (
             min(first + VOCAB_BLOCK, end)
             for begin, end in self.local_segments()
