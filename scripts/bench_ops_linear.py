@@ -22,7 +22,7 @@ ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 @functools.lru_cache(maxsize=1)
 def operands(key: str) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """(weights, x) of a key, ([dy], x) for wgrad: in one place for all contenders, which is worth 5 % at times."""
+    """(weights, x) of a key, ([dy], x) for wgrad: in one place for all contenders, as time may depend on it."""
     kind, name, m = key.split()
     (n, k), t = SHAPES[name], int(m)
     torch.manual_seed(len(name) * 10007 + t)
