@@ -146,7 +146,8 @@ again in the backward pass, 8 THV (both: forward and backward), at the burst's r
 products of the shape, then half the range of the turns. Queued: calls follow each other, as in training; latency: a
 wait after each. MiB: peak above the inputs, with and without the gradients. torch, QuACK and Liger's Triton path round
 the logits to bf16; none of the peers keeps the contract, and only verl makes the entropy, as ours does. "recompute"
-has a workspace too small for all logits: 64 MiB at T1, 128 at T2, else 512; it keeps those of the columns that fit."""
+has a workspace too small for all logits: 64 MiB at T1, 128 at T2, else 512; it keeps those of the columns
+that fit, so that it makes fewer than 8 THV and is held against 8 all the same."""
 
 
 def markdown(report: Report) -> str:

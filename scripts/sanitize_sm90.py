@@ -204,6 +204,7 @@ def carried_rows() -> None:
             part_of = logits[:, leaf * 128 : (leaf + 1) * 128]
             e = (part_of - part_of.amax(1, keepdim=True)).exp()
             close(stats[1, :active, leaf], e.sum(1))
+            close(stats[2, :active, leaf], (e * (part_of - part_of.amax(1, keepdim=True))).sum(1))
             close(kept[:active, leaf * 128 : (leaf + 1) * 128], e)
 
 

@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kFewThreads) few_rows_kernel(const __grid_cons
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = static_cast<int>(blockIdx.x);
 
   if (threadIdx.x == 128) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&task.w) : "memory");
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&task.x) : "memory");
+    prefetch_map(&task.w);
+    prefetch_map(&task.x);
     for (int i = 0; i < task.stages; ++i) {
       barrier_init(full + i * 8, 1);
       barrier_init(empty + i * 8, 1);

@@ -100,12 +100,7 @@ template <int TransposeA, int TransposeB, typename Beside = Nothing>
 __device__ __forceinline__ void multiply_both(
     float (&left)[64], float (&right)[64], int count, bool continued, Consumer& c, const Beside& beside = {}) {
   constexpr int kStepA = TransposeA ? 2048 : 32, kStepB = TransposeB ? 2048 : 32;
-  int held = 0;
-  pin(left);
-  pin(right);
-#pragma unroll 1
-  for (int kt = 0;;) {
-    c.wait(c.ring);
+  multiply_tiles(left, right, count, c, [&](int kt) {
     const uint64_t a = c.a(c.ring), b = c.b(c.ring, 0);
     wgmma_fence();
 #pragma unroll
@@ -114,17 +109,7 @@ __device__ __forceinline__ void multiply_both(
           left, right, a + (k * kStepA >> 4), b + (k * kStepB >> 4), continued || kt > 0 || k > 0);
       beside(c.ring, k, continued || kt > 0 || k > 0);
     }
-    wgmma_commit();
-    wgmma_wait<1>();
-    c.release(held);
-    held = 1;
-    c.ring.next();
-    if (++kt == count) break;
-  }
-  wgmma_wait<0>();
-  pin(left);
-  pin(right);
-  c.release(held);
+  });
 }
 
 // Products beside those of the left half, where this tile has any: the code in both versions, chosen outside of its loops.
@@ -169,6 +154,7 @@ __device__ __forceinline__ void begin_tile(
 // The rest of a tile of more than 2 Edge tiles of k. left_done(finish): the left half is complete, the tensor cores work
 // on the right one; it calls finish() at some point, after which the right half is complete, too. brief: the second half of
 // the last tile of k is zeros and left out; products before it have met such zeros already, so not even a -0 would change.
+// Not where there are products beside.
 template <int Edge, int TransposeA, int TransposeB, typename LeftDone, typename Beside = Nothing>
 __device__ __forceinline__ void end_tile(
     float (&left)[64], float (&right)[64], int tiles_k, bool brief, Consumer& c, LeftDone left_done,

@@ -177,4 +177,29 @@ struct RingOf {
 };
 using Ring = RingOf<kStages>;
 
+// `count` > 0 tiles of k of both halves of a tile, which are complete at the end. multiply(kt): starts the products of the
+// stage that the consumer's ring is at, for tile kt of k.
+template <typename Consumer, typename Multiply>
+__device__ __forceinline__ void multiply_tiles(
+    float (&left)[64], float (&right)[64], int count, Consumer& c, Multiply multiply) {
+  int held = 0;
+  pin(left);
+  pin(right);
+#pragma unroll 1
+  for (int kt = 0;;) {
+    c.wait(c.ring);
+    multiply(kt);
+    wgmma_commit();
+    wgmma_wait<1>();
+    c.release(held);
+    held = 1;
+    c.ring.next();
+    if (++kt == count) break;
+  }
+  wgmma_wait<0>();
+  pin(left);
+  pin(right);
+  c.release(held);
+}
+
 }  // namespace rlk::sm90

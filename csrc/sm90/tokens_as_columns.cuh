@@ -23,29 +23,14 @@ __device__ __forceinline__ void load_tokens(const Tile& tile, uint32_t rank, int
 
 template <int Columns, typename Consumer>
 __device__ __forceinline__ void multiply_columns(float (&left)[64], float (&right)[64], int count, Consumer& c) {
-  int held = 0;
-  pin(left);
-  pin(right);
-#pragma unroll 1
-  for (int kt = 0;;) {
-    c.wait(c.ring);
+  multiply_tiles(left, right, count, c, [&](int kt) {
     const uint64_t a = c.a(c.ring), b = c.b(c.ring, 0);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTileK / 16; ++k) {
       wgmma_columns<Columns>(left, right, a + (k * 2048 >> 4), b + (k * 32 >> 4), kt > 0 || k > 0);
     }
-    wgmma_commit();
-    wgmma_wait<1>();
-    c.release(held);
-    held = 1;
-    c.ring.next();
-    if (++kt == count) break;
-  }
-  wgmma_wait<0>();
-  pin(left);
-  pin(right);
-  c.release(held);
+  });
 }
 
 // All products of a tile, which there are.

@@ -119,12 +119,17 @@ def test_weight_alone_with_short_segments(mib):
         x, y = h.clone().requires_grad_(need), w.clone().requires_grad_()
         found.append(list(torch.autograd.grad(linear_logp(x, y, t, **common).logp, [y], upstream)))
     assert_same(*found)
+    other = linear_logp(h, y, t, temperature=1.0001, **common).logp
+    assert differing(torch.autograd.grad(other, y, upstream)[0], found[0][0])
 
 
 def test_carried_rows_with_some_kept():
     h, w, t = operands(796, 320, 40960, 40000)
     common = {"temperature": mixed_temperature(len(t)), "global_vocab_size": 40000}
-    assert_same(some_kept(h, w, t, **common), both(h, w, t, **common))
+    kept = both(h, w, t, **common)
+    assert_same(some_kept(h, w, t, **common), kept)
+    wrong = some_kept(h, w, t, **{**common, "temperature": mixed_temperature(len(t)) * 1.0001})
+    assert all(differing(a, b) for a, b in zip(wrong, kept, strict=True))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -319,6 +324,7 @@ def test_schedules_agree_with_tokens_as_columns(tokens, share, segments):
     kept = both(h, w, t, **common)
     assert_same(both(h, w, t, mib=1, **common), kept)
     assert_same(both(h, w, t, backend="triton", **common), kept)
+    assert differing(both(h, w, t, **{**common, "grad_segments": 2})[3], kept[3])
 
 
 def test_one_chain_of_tokens_in_chunks():
@@ -476,6 +482,8 @@ def test_rows_that_take_part_and_may_be_carried(active):
     common = {"temperature": mixed_temperature(796), "global_vocab_size": 2901}
     kept = both(h, w, t, **common)
     assert_same(both(h, w, t, backend="triton", **common), kept)
+    wrong = both(h, w, t, **{**common, "temperature": mixed_temperature(796) * 1.0001})
+    assert differing(wrong[0], kept[0]) and differing(wrong[4], kept[4])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0, 1e30])

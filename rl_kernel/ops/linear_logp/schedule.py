@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from rl_kernel.errors import UnsupportedError
 from rl_kernel.ops.collectives.op import all_reduce
 from rl_kernel.ops.linear_logp import tiles
+from rl_kernel.ops.linear_logp.call import LogpCall
 from rl_kernel.ops.logp import shards
 from rl_kernel.ops.logp import triton as finish
 from rl_kernel.ops.logp.vocab_tree import VocabLayout
@@ -28,20 +29,8 @@ Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Call:
-    """Everything but the operands of one call, on one rank."""
-
+class _Call(LogpCall):
     products: tiles.Products
-    targets: torch.Tensor  # [T] global ids
-    temperature: torch.Tensor | None  # [T], None for 1
-    layout: VocabLayout
-    ignore_index: int
-    segments: int
-    group: dist.ProcessGroup | None
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank() if self.group is not None else 0
 
 
 @dataclass
@@ -55,18 +44,18 @@ class _Made:
     kept: tiles.Kept | None
 
 
-def _forward(hidden: torch.Tensor, weight: torch.Tensor, call: Call, keep: bool) -> tuple[torch.Tensor, _Made | None]:
+def _forward(hidden: torch.Tensor, weight: torch.Tensor, call: _Call, keep: bool) -> tuple[torch.Tensor, _Made | None]:
     """(logp, lse, entropy) [3, T] of all rows; ``None`` if no row takes part."""
-    targets, temperature, layout, rank = call.targets, call.temperature, call.layout, call.rank
+    targets, temperature, layout = call.targets, call.temperature, call.layout
     total, rows = targets.shape[0], shards.active_rows(targets, call.ignore_index)
     if rows is not None:
         hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
         temperature = None if temperature is None else temperature.index_select(0, rows)
-    tokens, columns = targets.shape[0], layout.columns(rank)
+    tokens, columns = targets.shape[0], call.columns
     if tokens == 0:
         return torch.zeros((3, total), dtype=torch.float32, device=hidden.device), None
-    local = shards.local_targets(targets, layout.borders[rank], columns)
-    kept = tiles.Kept.of(hidden, layout.local_segments(rank, call.segments)) if keep else None
+    local = shards.local_targets(targets, call.start, columns)
+    kept = tiles.Kept.of(hidden, call.local_segments()) if keep else None
     step = max(LEAST_ROWS, STATS_BYTES // (12 * max(1, layout.max_leaves())))  # the same on every rank
     maxima, outputs = [], []
     for first in range(0, tokens, step):
@@ -92,7 +81,7 @@ def _forward(hidden: torch.Tensor, weight: torch.Tensor, call: Call, keep: bool)
 
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, call: Call) -> Any:
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, call: _Call) -> Any:
         ctx.set_materialize_grads(False)
         out, made = _forward(hidden, weight, call, True)
         ctx.call, ctx.made = call, made
@@ -121,7 +110,7 @@ class _LinearLogp(torch.autograd.Function):
             made.local,
             made.state,
             upstream,
-            call.layout.local_segments(call.rank, call.segments),
+            call.local_segments(),
             need_hidden,
             need_weight,
             kept,
@@ -157,7 +146,7 @@ def run(
     if accumulate:
         raise UnsupportedError("linear_logp: accumulate_main_grad needs backend sm90, outside torch.compile")
     group = group if group is not None and group.size() > 1 else None
-    call = Call(products, targets, temperature, layout, ignore_index, segments, group)
+    call = _Call(targets, temperature, layout, ignore_index, segments, group, products)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearLogp.apply(hidden, weight, call)
     with torch.no_grad():

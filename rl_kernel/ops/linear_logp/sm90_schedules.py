@@ -18,38 +18,17 @@ from rl_kernel.contract import VOCAB_BLOCK, VOCAB_LEAF
 from rl_kernel.errors import ContractError
 from rl_kernel.ops.collectives.op import all_reduce
 from rl_kernel.ops.linear_logp import sm90
+from rl_kernel.ops.linear_logp.call import LogpCall
 from rl_kernel.ops.logp import shards
-from rl_kernel.ops.logp.vocab_tree import VocabLayout
+from rl_kernel.ops.logp.vocab_tree import VocabLayout, blocks
 from rl_kernel.registry import resolve
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Call:
-    """Everything but the operands of one call, on one rank."""
-
-    targets: torch.Tensor  # [T] global ids
-    temperature: torch.Tensor | None  # [T], None for 1
-    layout: VocabLayout
-    ignore_index: int
-    segments: int
-    group: dist.ProcessGroup | None
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank() if self.group is not None else 0
-
-    @property
-    def columns(self) -> int:
-        return self.layout.columns(self.rank)
-
-    @property
-    def start(self) -> int:
-        return self.layout.borders[self.rank]
-
-    def local_segments(self) -> list[tuple[int, int]]:
-        return self.layout.local_segments(self.rank, self.segments)
+class Call(LogpCall):
+    """One call, and its steps on Hopper."""
 
     @property
     def most_columns(self) -> int:
@@ -70,11 +49,7 @@ class Call:
             return 0
         memory = sm90.WORKSPACE_BYTES - 2 * tokens * width
         fit = (memory - tokens * max(4 * width, 12 * self.layout.max_leaves())) // (tokens * (2 + 12 / VOCAB_LEAF))
-        ends = (
-            min(first + VOCAB_BLOCK, end)
-            for begin, end in self.local_segments()
-            for first in range(begin, end, VOCAB_BLOCK)
-        )
+        ends = (end for _, end in blocks(self.local_segments(), VOCAB_BLOCK))
         whole = (end for end in ends if end <= fit and (end % sm90.TILE_COLUMNS == 0 or end == self.columns))
         return max(whole, default=0)
 

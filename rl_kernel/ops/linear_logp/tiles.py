@@ -26,6 +26,7 @@ from rl_kernel.contract import VOCAB_BLOCK, VOCAB_LEAF
 from rl_kernel.ops.linear_logp import kept as kernels
 from rl_kernel.ops.linear_logp.workspace import workspace_bytes
 from rl_kernel.ops.logp import triton as leaves
+from rl_kernel.ops.logp.vocab_tree import blocks
 
 TILE_BYTES = 448 << 20
 KEEPING_TILE_BYTES = 228 << 20
@@ -57,12 +58,6 @@ def _padded(width: int, available: int) -> int:
     return min(_whole(width), available)
 
 
-def _blocks(segments: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    return [
-        (first, min(first + VOCAB_BLOCK, end)) for begin, end in segments for first in range(begin, end, VOCAB_BLOCK)
-    ]
-
-
 class Kept:
     """bf16 exp(z - m_leaf) of the first ``columns`` of the vocabulary, and m_leaf, from forward to backward.
 
@@ -85,14 +80,14 @@ class Kept:
     @staticmethod
     def of(hidden: torch.Tensor, segments: list[tuple[int, int]]) -> Kept | None:
         """Memory for the first blocks of ``segments``, all that :data:`KEPT_BYTES` hold; ``None`` if that is none."""
-        tokens, blocks = hidden.shape[0], _blocks(segments)
-        if not (tokens and blocks) or hidden.dtype is not torch.bfloat16:  # dlogits replace bf16 values in place
+        tokens, parts = hidden.shape[0], blocks(segments, VOCAB_BLOCK)
+        if not (tokens and parts) or hidden.dtype is not torch.bfloat16:  # dlogits replace bf16 values in place
             return None
-        columns, row = blocks[-1][1], KEPT_BYTES // (2 * tokens)
+        columns, row = parts[-1][1], KEPT_BYTES // (2 * tokens)
         if _whole(columns) <= row and columns * (tokens + tokens // 8 + 16) <= ONE_MATRIX:
             return Kept(tokens, [(0, columns)], hidden.device)
         ranges = []
-        for begin, end in blocks:
+        for begin, end in parts:
             row -= _whole(end - begin)
             if row < 0:
                 break
@@ -242,14 +237,14 @@ def backward(
     finished: list[tuple[int, torch.Tensor]] = []  # subtrees waiting for their right neighbour, with their sizes
     for segment in segments:
         total = None
-        for block, block_end in _blocks([segment]):
+        for block, block_end in blocks([segment], VOCAB_BLOCK):
             if block >= done:
                 if block < held:
                     dlogits, start, done = from_kept()
                 else:
                     dlogits = hidden.new_empty(0)  # nothing may refer to kept memory that _scratch releases
                     if memory is None:
-                        widest = max(end - begin for begin, end in _blocks(segments) if begin >= held)
+                        widest = max(end - begin for begin, end in blocks(segments, VOCAB_BLOCK) if begin >= held)
                         memory = _scratch(tokens, _whole(widest), hidden, kept)
                     dlogits, start, done = recomputed(block, block_end, memory), block, block_end
                 if dw is not None:

@@ -145,6 +145,11 @@ def _local_segments(layout: VocabLayout, rank: int, segments: int) -> list[tuple
     return list(zip(clip[:-1], clip[1:], strict=True))
 
 
+def blocks(segments: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """The blocks [begin, end) of ``size`` columns, from where a segment begins; its last one may be short."""
+    return [(first, min(first + size, end)) for begin, end in segments for first in range(begin, end, size)]
+
+
 @functools.lru_cache(maxsize=64)
 def whole_vocabulary(size: int, global_vocab_size: int) -> VocabLayout:
     """Layout of one rank that owns all ``size`` columns."""
