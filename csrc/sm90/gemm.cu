@@ -121,6 +121,19 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     problem.continues = task.dh_continues;
     problem.order = task.order;
   }
+  if (task.kept != nullptr) {
+    if (task.dh == nullptr || task.first_column != 0) throw std::runtime_error("kept logits become gradients for dh, from its first column on");
+    Kept& kept = params.kept;
+    kept.values = static_cast<__nv_bfloat16*>(task.dlogits.data);
+    kept.stride = task.dlogits.stride;
+    kept.leaf_max = task.kept->leaf_max;
+    kept.leaves = task.kept->leaves;
+    kept.start = task.kept->start;
+    kept.targets = task.kept->targets;
+    kept.table = task.kept->table;
+    kept.next = task.jobs;
+    kept.done = task.jobs + 1;
+  }
   if (task.dw != nullptr) {
     Problem& problem = params.problem[params.problems++];
     problem.a = tensor_map(task.dlogits, 64, kTileK);

@@ -17,6 +17,7 @@
 //                 rows of A may be columns of the tile (tokens_as_columns.cuh)
 #pragma once
 #include "carried.cuh"
+#include "kept_gradient.cuh"
 #include "tokens_as_columns.cuh"
 
 #include <type_traits>
@@ -129,7 +130,7 @@ __device__ __forceinline__ void choose(const Beside& beside, Run run) {
 template <int Edge, int TransposeA, int TransposeB, typename Between, typename Beside = Nothing>
 __device__ __forceinline__ void begin_tile(
     float (&left)[64], float (&right)[64], Consumer& c, Between between, const Beside& beside = {}) {
-  constexpr bool kCarrying = !std::is_same_v<Beside, Nothing>;
+  constexpr bool kRenews = TransposeA || !std::is_same_v<Beside, Nothing>;
   if constexpr (Edge > 0) {
     choose(beside, [&](const auto& more) {
       multiply_half<Edge, false, TransposeA, TransposeB>(left, 0, false, c, more);
@@ -141,7 +142,7 @@ __device__ __forceinline__ void begin_tile(
     c.ring.skip(Edge);
     wgmma_wait<0>();
     pin(right);
-    if constexpr (kCarrying) {
+    if constexpr (kRenews) {
       renew(left);
       renew(right);
     }
@@ -159,10 +160,10 @@ template <int Edge, int TransposeA, int TransposeB, typename LeftDone, typename 
 __device__ __forceinline__ void end_tile(
     float (&left)[64], float (&right)[64], int tiles_k, bool brief, Consumer& c, LeftDone left_done,
     const Beside& beside = {}) {
-  constexpr bool kCarrying = !std::is_same_v<Beside, Nothing>;
+  constexpr bool kRenews = TransposeA || !std::is_same_v<Beside, Nothing>;
   choose(beside, [&](const auto& more) {
     multiply_both<TransposeA, TransposeB>(left, right, tiles_k - 2 * Edge, Edge > 0, c, more);
-    if constexpr (kCarrying) {
+    if constexpr (kRenews) {
       renew(left);
       renew(right);
     }
@@ -200,6 +201,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gemm_kernel(const __grid_constant__ Params params) {
   extern __shared__ uint8_t raw[];
   __shared__ Shape shapes[2];
+  __shared__ KeptShape kept;
   const uint32_t base = (smem_address(raw) + 1023) & ~1023u;
   const uint32_t staging = base + kStages * kBytesStage;
   const uint32_t full = staging + 2 * kBytesStaging, empty = full + kStages * 8;
@@ -213,6 +215,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     shapes[0].set<Kind, true>(params.problem[0], active, Carry);
     shapes[1].all_tiles = 0;
     if (params.problems > 1) shapes[1].set<Kind, false>(params.problem[1], active, false);
+    if (Kind == kStore && params.kept.values != nullptr) {
+      kept.set(shapes[0], params.problem[0], static_cast<int>(gridDim.x) / kCluster);
+    }
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full + i * 8, 1);
       barrier_init(empty + i * 8, 2 * kCluster);
@@ -241,6 +246,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 
   if (group == 0) {
     registers_down<Kind == kStore ? 56 : 40>();
+    const bool making = Kind == kStore && params.kept.values != nullptr;
     if (thread == 0) {  // producer; in block 0 of the cluster also the scheduler
       Ring ring;
       int slot = 0, next_slot = 0;
@@ -277,6 +283,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
           int k = tile.k_first + kt * kTileK;
           if constexpr (Kind == kStore && Edge > 0) {
             if (kt >= tile.shape->filled) k = kBeyond;  // zeros
+          }
+          if constexpr (Kind == kStore) {
+            if (making) await_gradients(params.kept, kept, tile, params.problem[0].depth, k);
           }
           barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
           const uint32_t barrier = full + ring.stage * 8, a = base + ring.stage * kBytesStage, b = a + kBytesA;
@@ -319,6 +328,15 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
           }
           ring.next();
         }
+      }
+    } else if (making && thread >= 32) {
+      const int lane = thread % 32;
+      while (true) {
+        int job = 0;
+        if (lane == 0) job = atomicAdd(params.kept.next, 1);
+        job = __shfl_sync(~0u, job, 0);
+        if (job >= kept.jobs) break;
+        make_gradients(params.kept, kept, params.problem[0].depth, job, lane);
       }
     }
   } else {

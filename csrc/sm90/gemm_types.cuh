@@ -64,6 +64,18 @@ struct Vocabulary {
   const float* table;                                    // [M, 8], RowGrad
 };
 
+// Kept bf16 exp(z - leaf_max), to become gradients while tiles are multiplied (kept_gradient.cuh).
+struct Kept {
+  __nv_bfloat16* values;   // [rows, stride]: what problem[0] reads; null: gradients they are
+  int64_t stride;
+  const float* leaf_max;   // [rows, leaves], from the first leaf of the values on
+  int leaves;
+  int64_t start;           // subtracted from targets
+  const int64_t* targets;  // [rows]
+  const float* table;      // [rows, 8], RowGrad without gradients by entropy
+  int *next, *done;        // zeros: jobs taken; jobs done of each unit
+};
+
 struct Params {
   Problem problem[2];
   int problems;
@@ -71,6 +83,7 @@ struct Params {
   const int* active;       // active rows, or null for all
   int skipped;             // of them, rows in front of this problem's first one
   int* counter;            // zero at launch
+  Kept kept;               // of kernels that store
   CUtensorMap carried;     // A of problem 0 in boxes of half the carried rows; only of kernels that may carry
 };
 

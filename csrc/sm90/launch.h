@@ -41,7 +41,12 @@ struct Backward {
   const float* dw_init = nullptr;
   const int* active = nullptr;  // as in Rows
   int skipped = 0;
+  // Not null: dlogits are kept bf16 exp(z - leaf_max) of these rows, from the first of their leaves on, and become gradients
+  // (upstream ones of logp and lse alone, by `table`) while the products run; dh is asked for.
+  const Rows* kept = nullptr;
+  int* jobs = nullptr;  // zeros, kept_jobs of them
 };
+inline int64_t kept_jobs(int64_t tokens, int64_t columns) { return 1 + (tokens + 1023) / 1024 * ((columns + 511) / 512); }
 // dh = dlogits weight and dw = dlogits^T hidden, in one launch.
 void backward(Backward task, int* counter, cudaStream_t stream);
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -145,6 +146,12 @@ class Tree {
   std::vector<std::pair<int64_t, Tensor>> finished_;
 };
 
+// For measurements: gradients of kept logits by a kernel of their own.
+bool apart() {
+  const char* value = std::getenv("RLK_SM90_GRADIENT_APART");
+  return value != nullptr && value[0] == '1';
+}
+
 // Gradients. kept: as above, becomes the gradient of its columns' logits, with their statistics `stats` [3, T, leaves]. The
 // logits of other columns are made again, a chunk of whole blocks of columns at a time: in the memory of `kept`, without it
 // within `workspace` bytes. Kept columns end with a block of a segment or with a segment. The gradient of the hidden states
@@ -187,8 +194,11 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
       ++chunks;
     }
   }
+  // Gradients of kept logits are made beside the products of dh. By entropy they take more than the idle warps have time for.
+  const bool beside = kept_columns > 0 && need_hidden && !grad_entropy.has_value() && !apart();
   const int64_t orders = 4 * (up(tokens, 256) / 256) * (up(width, 256) / 256);
-  Tensor counters = new_tensor(picked, aoti_torch_dtype_int32(), {chunks * (4 + orders)});
+  const int64_t jobs = beside ? kept_jobs(tokens, kept_columns) : 0;
+  Tensor counters = new_tensor(picked, aoti_torch_dtype_int32(), {chunks * (4 + orders + jobs)});
   int* counter = data<int>(counters, "counters", ScalarType::Int);
 
   Upstream upstream = upstream_of(out, grad_logp, grad_lse, grad_entropy);
@@ -206,10 +216,12 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
     buffer = {data<void>(*kept, "kept", ScalarType::BFloat16), tokens, kept_columns, up(kept_columns, 8)};
     leaves_of(rows, *stats, tokens);
     rows.columns = static_cast<int>(kept_columns);
-    gradient_in_place(rows, upstream, buffer, stream);
+    if (!beside) gradient_in_place(rows, upstream, buffer, stream);
+  }
+  if (beside || kept_columns < columns) {
+    row_table(rows, upstream, tokens, slots.table, stream);
   }
   if (kept_columns < columns) {
-    row_table(rows, upstream, tokens, slots.table, stream);
     if (!kept.has_value()) {
       own_buffer = new_tensor(picked, half, {tokens * up(std::min({step, columns, segment_columns}), 8)});
       buffer.data = own_buffer.data_ptr();
@@ -224,6 +236,7 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
                           : wide ? static_cast<char*>(static_cast<void*>(floats(*dw, "dw")))
                                  : data<char>(*dw, "dw", ScalarType::BFloat16);
   task.dw_output = wide ? 2 : 0;
+  Rows part;
   Tree tree(stream);
   for (int64_t segment = 0; segment < segments; ++segment) {
     const int64_t begin = border(segment), end = border(segment + 1);
@@ -238,12 +251,20 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
         throw std::runtime_error("linear_logp backward: memory could not be set to zero");
       }
     }
-    for (int64_t first = begin, next; first < end; first = next, counter += 4 + orders) {
+    for (int64_t first = begin, next; first < end; first = next, counter += 4 + orders + jobs) {
       next = chunk_end(first, end);
       const int64_t count = next - first;
       task.weight = first_rows(head, first, count);
+      task.kept = nullptr;
       if (first < kept_columns) {
         task.dlogits = first_columns(buffer, first, count);
+        if (beside) {
+          part = rows;
+          part.start = start + first;
+          part.leaf_max = rows.leaf_max + first / kLeafColumns;
+          task.kept = &part;
+          task.jobs = counter + 4 + orders;
+        }
       } else {
         STD_TORCH_CHECK(!kept.has_value() || up(count, 8) <= kept->size(1), "kept logits: no room for those made again");
         task.dlogits = {buffer.data, tokens, count, up(count, 8)};
@@ -259,6 +280,7 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
       if (sums != nullptr && own != nullptr && orders / 4 * ((count + kBlockColumns - 1) / kBlockColumns) > kSeparate) {
         task.dh = sums, task.dw = nullptr;
         backward(task, counter + 1, stream);
+        task.kept = nullptr;
         task.dh = nullptr, task.dw = own;
         backward(task, counter + 2, stream);
       } else if (sums != nullptr || own != nullptr) {
