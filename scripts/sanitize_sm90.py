@@ -277,6 +277,15 @@ part("linear_policy_loss in chunks")(functools.partial(loss, 0, "1"))
 part("linear_policy_loss, loss by torch")(functools.partial(loss, 512, "0"))
 
 
+@part("weights of tokens")
+def weights() -> None:
+    t = operands()[2]
+    mask = torch.linspace(0.1, 1.0, TOKENS, device="cuda")
+    for own in (mask, None):
+        plain = torch.ones_like(mask) if own is None else mask
+        close(torch.ops.rlk.sm90_token_weights(t, -100, own), plain.masked_fill(t == -100, 0.0), 0.0)
+
+
 @part("exp, log")
 def elementary() -> None:
     x = torch.linspace(-20, 20, 1001, device="cuda")

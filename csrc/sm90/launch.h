@@ -114,8 +114,8 @@ struct LibraryAlgorithm {
 void library_product(Matrix x, Matrix w, void* out, LibraryAlgorithm how, int device, cudaStream_t stream);
 // left += right, `count` a multiple of 4.
 void accumulate(float* left, const float* right, int64_t count, cudaStream_t stream);
-// x *= *factor in bf16 arithmetic, not touched where the factor is 1.
-void scale(void* x, const float* factor, int64_t count, cudaStream_t stream);
+// x and y *= *factor in bf16 arithmetic, not touched where the factor is 1.
+void scale(void* x, int64_t x_count, void* y, int64_t y_count, const float* factor, cudaStream_t stream);
 void elementwise(const float* x, float* y, int64_t count, bool logarithm, cudaStream_t stream);
 
 }  // namespace rlk::sm90

@@ -297,12 +297,13 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
   return rounded;
 }
 
-// Of the clipped policy-gradient loss of out [5, T]: losses [T], the gradients of their sum by logp and, with entropy_weight,
-// by entropy [1 or 2, T], and sums of metrics in the first row of [1 + blocks, 5] (TokenTerms). normalizer: one fp32 value
-// on the GPU, else `scale` divides. ints: of the forward operator.
-std::tuple<Tensor, Tensor, Tensor> token_loss_op(Tensor out, Tensor ints, Tensor targets, int64_t ignore, Tensor old_logp,
-                                                 Tensor advantages, Maybe mask, Maybe normalizer, double scale, double low,
-                                                 double high, double entropy_weight) {
+// Of the clipped policy-gradient loss of out [5, T]: its value [], its gradients by logp [T] and, with entropy_weight, by
+// entropy [T, else 0], and sums of metrics [5] (TokenTerms). normalizer: one fp32 value on the GPU, else `scale` divides,
+// without either the number of rows that take part, below 2^24 all exact in fp32. ints: of the forward operator.
+std::tuple<Tensor, Tensor, Tensor, Tensor> token_loss_op(Tensor out, Tensor ints, Tensor targets, int64_t ignore,
+                                                         Tensor old_logp, Tensor advantages, Maybe mask, Maybe normalizer,
+                                                         std::optional<double> scale, double low, double high,
+                                                         double entropy_weight) {
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   STD_TORCH_CHECK(out.dim() == 2 && out.size(0) == 5, "out must be [5, T]");
   const int64_t tokens = out.size(1);
@@ -311,12 +312,18 @@ std::tuple<Tensor, Tensor, Tensor> token_loss_op(Tensor out, Tensor ints, Tensor
                       (!mask.has_value() || mask->numel() == tokens),
                   "ints, targets, old_logp, advantages and mask must have one value a row, and there must be rows");
   STD_TORCH_CHECK(!normalizer.has_value() || normalizer->numel() == 1, "normalizer must be one value");
+  STD_TORCH_CHECK(normalizer.has_value() || scale.has_value() || (!mask.has_value() && tokens <= (1 << 24)),
+                  "a number of rows divides only where it is the sum of their weights, at most 2^24");
+  const bool with_entropy = entropy_weight != 0.0;
+  const int32_t real = aoti_torch_dtype_float32();
+  Tensor total = new_tensor(out, real, {}), metrics = new_tensor(out, real, {kTokenMetrics});
+  Tensor by_logp = new_tensor(out, real, {tokens}), by_entropy = new_tensor(out, real, {with_entropy ? tokens : 0});
   TokenLosses task;
   task.loss.low = static_cast<float>(low);
   task.loss.high = static_cast<float>(high);
   task.loss.entropy_weight = static_cast<float>(entropy_weight);
-  task.loss.with_entropy = entropy_weight != 0.0;
-  task.loss.by = static_cast<float>(scale);
+  task.loss.with_entropy = with_entropy;
+  task.loss.by = static_cast<float>(scale.value_or(1.0));
   task.tokens = tokens;
   task.ignore = ignore;
   task.targets = data<int64_t>(targets, "targets", ScalarType::Long);
@@ -326,23 +333,32 @@ std::tuple<Tensor, Tensor, Tensor> token_loss_op(Tensor out, Tensor ints, Tensor
   task.advantages = floats(advantages, "advantages");
   task.mask = floats(mask, "mask");
   task.normalizer = floats(normalizer, "normalizer");
-  const int32_t real = aoti_torch_dtype_float32();
-  Tensor losses = new_tensor(out, real, {tokens});
-  Tensor grads = new_tensor(out, real, {task.loss.with_entropy ? 2 : 1, tokens});
-  Tensor metrics = new_tensor(out, real, {1 + up(tokens, kTokenThreads) / kTokenThreads, kTokenMetrics});
-  task.losses = floats(losses, "losses");
+  const int* active = data<int>(ints, "ints", ScalarType::Int);
+  task.active = scale.has_value() ? nullptr : active;
+  task.total = floats(total, "total");
   task.metrics = floats(metrics, "metrics");
-  task.counter = data<int>(ints, "ints", ScalarType::Int) + 2;  // the forward operator has used the first two
-  task.by_logp = floats(grads, "grads");
-  task.by_entropy = task.loss.with_entropy ? task.by_logp + tokens : nullptr;
+  task.by_logp = floats(by_logp, "by_logp");
+  task.by_entropy = with_entropy ? floats(by_entropy, "by_entropy") : nullptr;
   token_losses(task, stream_of(out));
-  return {losses, grads, metrics};
+  return {total, by_logp, by_entropy, metrics};
 }
 
-void scale_op(Tensor x, Tensor factor) {
+// Weights [T] of tokens: 0 where the target is `ignore`, elsewhere those of the mask, without one 1.
+Tensor token_weights_op(Tensor targets, int64_t ignore, Maybe mask) {
+  const torch::stable::accelerator::DeviceGuard guard(targets.get_device_index());
+  const int64_t tokens = targets.numel();
+  STD_TORCH_CHECK(!mask.has_value() || mask->numel() == tokens, "mask must have one value a target");
+  Tensor weights = new_tensor(targets, aoti_torch_dtype_float32(), {tokens});
+  token_weights(data<int64_t>(targets, "targets", ScalarType::Long), ignore, floats(mask, "mask"), floats(weights, "weights"),
+                tokens, stream_of(targets));
+  return weights;
+}
+
+void scale_op(Tensor x, Tensor y, Tensor factor) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   STD_TORCH_CHECK(factor.numel() == 1, "factor must be one value");
-  scale(data<void>(x, "x", ScalarType::BFloat16), floats(factor, "factor"), x.numel(), stream_of(x));
+  scale(data<void>(x, "x", ScalarType::BFloat16), x.numel(), data<void>(y, "y", ScalarType::BFloat16), y.numel(),
+        floats(factor, "factor"), stream_of(x));
 }
 
 }  // namespace
@@ -358,16 +374,18 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
       " int start, int columns, int segments, int segment_columns, bool tempered, bool need_hidden, bool by_row,"
       " Tensor(c!)? dw, int workspace) -> Tensor");
   m.def(
-      "sm90_token_loss(Tensor out, Tensor(a!) ints, Tensor targets, int ignore, Tensor old_logp, Tensor advantages,"
-      " Tensor? mask, Tensor? normalizer, float scale, float low, float high, float entropy_weight)"
-      " -> (Tensor, Tensor, Tensor)");
-  m.def("sm90_scale_(Tensor(a!) x, Tensor factor) -> ()");
+      "sm90_token_loss(Tensor out, Tensor ints, Tensor targets, int ignore, Tensor old_logp, Tensor advantages,"
+      " Tensor? mask, Tensor? normalizer, float? scale, float low, float high, float entropy_weight)"
+      " -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("sm90_token_weights(Tensor targets, int ignore, Tensor? mask) -> Tensor");
+  m.def("sm90_scale_(Tensor(a!) x, Tensor(b!) y, Tensor factor) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(rlk, CUDA, m) {
   m.impl("sm90_linear_logp", TORCH_BOX(&forward_op));
   m.impl("sm90_linear_logp_backward", TORCH_BOX(&backward_op));
   m.impl("sm90_token_loss", TORCH_BOX(&token_loss_op));
+  m.impl("sm90_token_weights", TORCH_BOX(&token_weights_op));
   m.impl("sm90_scale_", TORCH_BOX(&scale_op));
 }
 

@@ -75,8 +75,7 @@ RLK_BOTH TokenTerms token_terms(const TokenLoss& loss, float difference, float r
   return t;
 }
 
-constexpr int kTokenThreads = 128;  // tokens of a block
-constexpr int kTokenMetrics = 5;    // weight, clipped, ratio, kl, entropy
+constexpr int kTokenMetrics = 5;  // weight, clipped, ratio, kl, entropy
 
 struct TokenLosses {
   TokenLoss loss;
@@ -84,12 +83,15 @@ struct TokenLosses {
   const int64_t* targets = nullptr;
   const float *logp = nullptr, *entropy = nullptr, *old_logp = nullptr, *advantages = nullptr;
   const float* mask = nullptr;        // null: 1
-  const float* normalizer = nullptr;  // one value on the GPU; null: loss.by
-  float* losses = nullptr;            // [T]
-  float* metrics = nullptr;           // [1 + blocks, kTokenMetrics]: sums of all tokens, then those of each block
-  int* counter = nullptr;             // zero, and zero again afterwards
+  const float* normalizer = nullptr;  // one value on the GPU, else
+  const int* active = nullptr;        // the number of rows that take part, else loss.by
+  float *total = nullptr, *metrics = nullptr;       // sums of all tokens: the loss, and [kTokenMetrics]
   float *by_logp = nullptr, *by_entropy = nullptr;  // [T]
 };
 void token_losses(TokenLosses task, CUstream_st* stream);
+
+// Weights [T]: 0 of ignored tokens, elsewhere those of the mask, without one 1.
+void token_weights(const int64_t* targets, int64_t ignore, const float* mask, float* weights, int64_t tokens,
+                   CUstream_st* stream);
 
 }  // namespace rlk::sm90

@@ -13,7 +13,6 @@ from rl_kernel import registry
 from rl_kernel.contract import VOCAB_BLOCK
 from rl_kernel.errors import ContractError
 from rl_kernel.ops.linear_logp import linear_logp, lm_head, sm90, sm90_schedules
-from rl_kernel.ops.linear_logp.policy import linear_policy_loss
 from rl_kernel.ops.logp.op import logp
 from rl_kernel.ops.logp.vocab_tree import VocabLayout
 from tests.ops.gpu_harness import differing, where
@@ -166,64 +165,6 @@ def test_shards_agree(ranks):
     nodes = [finish.tree_nodes(s, m, layout.local_ranges(r), layout.max_nodes()) for r, s in enumerate(stats)]
     out = finish.finish(torch.cat(nodes), layout.merges(), layout.first_slot(), m, z)
     assert_same(out[:3], linear_logp(h, w, t, temperature=temperature, global_vocab_size=vocabulary))
-
-
-@pytest.mark.parametrize("chunk", [None, 256])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_fused_loss_equals_linear_logp_and_autograd(shape, chunk, monkeypatch):
-    if chunk:
-        monkeypatch.setattr(sm90_schedules, "_chunk_rows", lambda call, tokens, width: min(tokens, chunk))
-    h, w, t = operands(*shape)
-    t[5:9] = -100
-    g = torch.Generator(device="cuda").manual_seed(1)
-    old, advantages = -torch.rand(len(t), device="cuda", generator=g), torch.randn(len(t), device="cuda", generator=g)
-    old[6] = float("nan")  # nothing reads what belongs to an ignored token
-    arguments = {"entropy_weight": 0.01, "normalizer": 64.0, "global_vocab_size": shape[3]}
-    results = []
-    for backend in ("sm90", "triton"):
-        hidden, weight = h.clone().requires_grad_(), w.clone().requires_grad_()
-        loss, values, metrics = linear_policy_loss(hidden, weight, t, old, advantages, backend=backend, **arguments)
-        loss.backward()
-        results.append([values, hidden.grad, weight.grad])
-        assert metrics["tokens"] == len(t) - 4
-    assert_same(*results)
-
-
-@pytest.mark.parametrize("entropy_weight", [0.0, 0.01])
-@pytest.mark.parametrize("normalizer", ["none", "number", "tensor"])
-def test_token_loss_in_one_kernel_equals_torch(normalizer, entropy_weight, monkeypatch):
-    h, w, t = operands(*SHAPES[0])
-    t[5:9] = -100
-    g = torch.Generator(device="cuda").manual_seed(2)
-    old, advantages, mask = (torch.randn(len(t), device="cuda", generator=g) for _ in range(3))
-    old[6] = advantages[7] = float("nan")
-    by = {"none": None, "number": 37.7, "tensor": torch.tensor(37.7, device="cuda")}[normalizer]
-    results = []
-    for way in ("1", "0"):
-        monkeypatch.setenv("RLK_SM90_TOKEN_LOSS", way)
-        hidden, weight = h.clone().requires_grad_(), w.clone().requires_grad_()
-        loss, values, metrics = linear_policy_loss(
-            hidden, weight, t, old - 3, advantages, mask=mask.abs(), normalizer=by, entropy_weight=entropy_weight,
-            global_vocab_size=SHAPES[0][3], backend="sm90",
-        )  # fmt: skip
-        loss.backward()
-        results.append(({"loss": loss, "logp": values, "dh": hidden.grad, "dw": weight.grad}, metrics))
-    assert {k: differing(v, results[1][0][k]) for k, v in results[0][0].items()} == dict.fromkeys(results[0][0], 0)
-    for name, metric in results[1][1].items():  # sums in another order
-        torch.testing.assert_close(results[0][1][name], metric, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("tokens", [0, 2])
-def test_policy_loss_of_few_tokens_and_without_gradients(tokens):
-    h, w, t = operands(2, 128, 1000, 1000)
-    arguments = (t[:tokens], -torch.ones(tokens, device="cuda"), torch.ones(tokens, device="cuda"))
-    hidden, weight = h[:tokens].clone().requires_grad_(), w.clone().requires_grad_()
-    loss, values, metrics = linear_policy_loss(hidden, weight, *arguments, normalizer=3.0)
-    loss.backward()
-    with torch.no_grad():
-        alone, again, names = linear_policy_loss(hidden, weight, *arguments, normalizer=3.0)
-    assert_same([loss, values], [alone, again])
-    assert metrics.keys() == names.keys() and metrics["tokens"] == tokens and weight.grad.shape == w.shape
 
 
 # Tokens as columns of a tile of dH wherever that wastes less: 160 to 248 of them; elsewhere, or few, they are rows.

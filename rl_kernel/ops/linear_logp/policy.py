@@ -42,7 +42,8 @@ def linear_policy_loss(
 
     On Hopper the gradients are made in the forward pass, one chunk of tokens at a time: 6 THV operations and bounded
     memory instead of the logits, or the 8 THV of a recomputing backward pass. Elsewhere it is the formula above on
-    linear_logp. Both give the same bits for logp and gradients.
+    linear_logp. Both give the same bits for logp and gradients; the loss and the metrics are sums of the same values,
+    in an order that differs between them and is the same in every run.
 
     Args:
         hidden_states, lm_head_weight, target_ids, temperature, tp_group, vocab_start_index, global_vocab_size,
@@ -126,10 +127,8 @@ def linear_policy_loss(
         )
         weights = None if mask is None else mask.to(torch.float32)
         clip = (1.0 - clip_low, 1.0 + clip_high)
-        # The sum of the weights is asked for when the GPU is at work on the logits.
-        scale = normalizer if normalizer is not None else lambda: shared()[2]
         once = sm90_schedules.ClippedLoss.of(
-            old_logp, advantages, weights, scale, clip, entropy_weight, hidden_states.device
+            old_logp, advantages, weights, normalizer, clip, entropy_weight, hidden_states.device
         )
         return sm90_schedules.fused_loss(*operands, call, loss, once)
     out = linear_logp(

@@ -260,6 +260,9 @@ def run(
     return _LinearLogp.apply(hidden, weight, call, made, main_grad)
 
 
+# Numbers of rows up to this are exact in fp32, and sums of as many ones in whatever order.
+_COUNTED = 2**24
+
 # loss(rows, logp, entropy) -> (sum of the losses of these rows, metrics by name as sums): differentiable torch code.
 # rows: index of the tokens, a slice or int64; tokens to ignore are among them and must add zero.
 TokenLoss = Callable[[slice | torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -269,15 +272,14 @@ TokenLoss = Callable[[slice | torch.Tensor, torch.Tensor, torch.Tensor], tuple[t
 class ClippedLoss:
     """The loss of :func:`~rl_kernel.ops.linear_logp.policy.linear_policy_loss` and its gradients in one kernel.
 
-    The same operations as the torch code there, in the same order, and torch's own sum of the losses: neither the loss
-    nor a gradient differs in a bit. The metrics are sums in another order, the same one in every run.
+    The same operations on each token as the torch code there, in the same order: no gradient differs in a bit. The loss
+    and the metrics are sums in an order of the kernel's own, which depends on the number of tokens alone.
     """
 
     old_logp: torch.Tensor  # [T] fp32
     advantages: torch.Tensor  # [T] fp32
     mask: torch.Tensor | None  # [T] fp32
-    normalizer: torch.Tensor | Callable[[], torch.Tensor] | None  # fp32 scalar on the GPU, or makes it; None: scale
-    scale: float
+    normalizer: torch.Tensor | float | None  # tensor: fp32 scalar on the GPU; None: the sum of the weights
     clip: tuple[float, float]
     entropy_weight: float
 
@@ -286,36 +288,40 @@ class ClippedLoss:
         old_logp: torch.Tensor,
         advantages: torch.Tensor,
         mask: torch.Tensor | None,
-        scale: float | torch.Tensor | Callable[[], torch.Tensor],
+        normalizer: float | torch.Tensor | None,
         clip: tuple[float, float],
         entropy_weight: float,
         device: torch.device,
     ) -> ClippedLoss | None:
         """``None`` where torch has to do it: other dtypes or devices, or inputs that want gradients."""
-        tensors = [x for x in (old_logp, advantages, mask, scale) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in (old_logp, advantages, mask, normalizer) if isinstance(x, torch.Tensor)]
         served = all(x.dtype == torch.float32 and x.device == device and not x.requires_grad for x in tensors)
         if not served or os.environ.get("RLK_SM90_TOKEN_LOSS") == "0":
             return None
-        if isinstance(scale, torch.Tensor):
-            if scale.dim():
+        if isinstance(normalizer, torch.Tensor):
+            if normalizer.dim():
                 return None
-            return ClippedLoss(old_logp, advantages, mask, scale, 1.0, clip, entropy_weight)
-        if callable(scale):
-            return ClippedLoss(old_logp, advantages, mask, scale, 1.0, clip, entropy_weight)
-        return ClippedLoss(old_logp, advantages, mask, None, float(scale), clip, entropy_weight)
+        elif normalizer is not None:
+            normalizer = float(normalizer)
+        return ClippedLoss(old_logp, advantages, mask, normalizer, clip, entropy_weight)
 
     def __call__(
         self, out: torch.Tensor, slots: sm90.Slots, call: Call, result: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """What :func:`_loss_gradients` returns for all rows of ``out`` [5, T]."""
-        mask = None if self.mask is None else self.mask.contiguous()
-        normalizer = self.normalizer() if callable(self.normalizer) else self.normalizer
-        losses, grads, metrics = torch.ops.rlk.sm90_token_loss.default(
-            out, slots.ints, call.targets.contiguous(), call.ignore_index, self.old_logp.contiguous(),
-            self.advantages.contiguous(), mask, normalizer, self.scale, *self.clip, self.entropy_weight,
+        targets, normalizer = call.targets.contiguous(), self.normalizer
+        weights = None if self.mask is None else self.mask.contiguous()
+        if normalizer is None and (weights is not None or len(targets) > _COUNTED):
+            # Gradients depend on the order of this sum: it is torch's on every path.
+            weights = torch.ops.rlk.sm90_token_weights.default(targets, call.ignore_index, weights)
+            normalizer = weights.sum()
+        by = (normalizer, None) if isinstance(normalizer, torch.Tensor) else (None, normalizer)
+        value, by_logp, by_entropy, metrics = torch.ops.rlk.sm90_token_loss.default(
+            out, slots.ints, targets, call.ignore_index, self.old_logp.contiguous(), self.advantages.contiguous(),
+            weights, *by, *self.clip, self.entropy_weight,
         )  # fmt: skip
-        result.update(zip(("tokens", "clipped", "ratio", "k1_kl", "entropy"), metrics[0].unbind(), strict=True))
-        return losses.sum(), grads[0], grads[1] if self.entropy_weight else None
+        result.update(zip(("tokens", "clipped", "ratio", "k1_kl", "entropy"), metrics.unbind(), strict=True))
+        return value, by_logp, by_entropy if self.entropy_weight else None
 
 
 def _chunk_rows(call: Call, tokens: int, width: int) -> int:
@@ -411,9 +417,7 @@ class _FusedLoss(torch.autograd.Function):
                 "linear_policy_loss: a second backward; its gradients were given away by the first one. Call it again"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        factor = grad.to(torch.float32)
-        for x in gradients:
-            torch.ops.rlk.sm90_scale_.default(x, factor)
+        torch.ops.rlk.sm90_scale_.default(*gradients, grad.to(torch.float32))
         return *gradients, None
 
 
@@ -431,7 +435,7 @@ def fused_loss(
     workspace, and that copy: the chain over tokens continues from it, so that chunks change no bit. The result equals
     :func:`run` followed by ``loss`` and backward where ``loss`` treats rows alone; the gradient is scaled by the
     upstream scalar in bf16 (exact for 1 and powers of two). ``once`` is ``loss`` in one kernel, used where all tokens
-    are one chunk.
+    are one chunk; it adds losses and metrics in another order.
     """
     if not hidden.requires_grad or not weight.requires_grad:
         raise ContractError("fused_loss: hidden_states and lm_head_weight must both require gradients")
