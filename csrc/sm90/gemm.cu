@@ -1,5 +1,6 @@
 // Tensor maps and launches of the matrix-product kernels.
 #include "gemm_launch.cuh"
+#include <cstdlib>
 
 namespace rlk::sm90 {
 namespace {
@@ -130,9 +131,11 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     kept.leaves = task.kept->leaves;
     kept.start = task.kept->start;
     kept.targets = task.kept->targets;
-    kept.table = task.kept->table;
+    kept.table = task.table;
     kept.next = task.jobs;
     kept.done = task.jobs + 1;
+    static const int head = [] { const char* v = std::getenv("RLK_HEAD"); return v ? std::atoi(v) : 8; }();
+    kept.head = std::getenv("RLK_HEAD") ? std::atoi(std::getenv("RLK_HEAD")) : head;
   }
   if (task.dw != nullptr) {
     Problem& problem = params.problem[params.problems++];
@@ -144,6 +147,9 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     problem.output = task.dw_output;
     problem.out_float = static_cast<float*>(task.dw);
     output(problem, {task.dw, vocabulary_size, width, width});
+  }
+  if (task.kept != nullptr) {
+    before_products(params, *task.kept, *task.upstream, task.table, tokens, clusters_of(params), stream);
   }
   // The halves of a tile of dw end apart where it has tiles of k enough, or takes a few of zeros as well because few rows
   // take part.

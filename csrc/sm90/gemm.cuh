@@ -216,7 +216,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     shapes[1].all_tiles = 0;
     if (params.problems > 1) shapes[1].set<Kind, false>(params.problem[1], active, false);
     if (Kind == kStore && params.kept.values != nullptr) {
-      kept.set(shapes[0], params.problem[0], static_cast<int>(gridDim.x) / kCluster);
+      kept.set(params.kept, shapes[0], params.problem[0], static_cast<int>(gridDim.x) / kCluster);
     }
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full + i * 8, 1);
@@ -285,7 +285,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
             if (kt >= tile.shape->filled) k = kBeyond;  // zeros
           }
           if constexpr (Kind == kStore) {
-            if (making) await_gradients(params.kept, kept, tile, params.problem[0].depth, k);
+            if (making) await_gradients(params.kept, kept, tile, k);
           }
           barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
           const uint32_t barrier = full + ring.stage * 8, a = base + ring.stage * kBytesStage, b = a + kBytesA;
@@ -330,14 +330,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         }
       }
     } else if (making && thread >= 32) {
-      const int lane = thread % 32;
-      while (true) {
-        int job = 0;
-        if (lane == 0) job = atomicAdd(params.kept.next, 1);
-        job = __shfl_sync(~0u, job, 0);
-        if (job >= kept.jobs) break;
-        make_gradients(params.kept, kept, params.problem[0].depth, job, lane);
-      }
+      make_all_gradients(params.kept, kept, thread % 32);
     }
   } else {
     registers_up<Kind == kStore ? 224 : 232>();

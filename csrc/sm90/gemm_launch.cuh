@@ -9,6 +9,9 @@ namespace rlk::sm90 {
 
 void launch_statistics(const Params& params, cudaStream_t stream);
 void launch_gradient(const Params& params, cudaStream_t stream);
+// Of params.kept: the first part, `table` of rows, and counts; upstream.zeros.
+void before_products(const Params& params, const Rows& rows, const Upstream& upstream, float* table, int64_t tokens,
+                     int clusters, cudaStream_t stream);
 
 inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
@@ -20,17 +23,23 @@ inline int64_t tiles(const Problem& problem) {
   return tiles_m / kCluster * tiles_n + tiles_m % kCluster * ceil_div(tiles_n, kCluster);
 }
 
-template <int Kind, int Edge, bool Carry = false>
-void launch(const Params& params, cudaStream_t stream) {
-  const int processors = once_a_device([](int device) {
-    check(cudaFuncSetAttribute(gemm_kernel<Kind, Edge, Carry>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared),
-          "shared memory");
-    return processors_of(device);
-  });
+// Of a launch.
+inline int clusters_of(const Params& params) {
+  const int processors = once_a_device([](int device) { return processors_of(device); });
   int64_t count = 0;
   for (int i = 0; i < params.problems; ++i) count += tiles(params.problem[i]);
-  if (count == 0) return;
-  const int clusters = static_cast<int>(std::min<int64_t>(processors / kCluster, count));
+  return static_cast<int>(std::min<int64_t>(processors / kCluster, count));
+}
+
+template <int Kind, int Edge, bool Carry = false>
+void launch(const Params& params, cudaStream_t stream) {
+  once_a_device([](int) {
+    check(cudaFuncSetAttribute(gemm_kernel<Kind, Edge, Carry>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared),
+          "shared memory");
+    return 0;
+  });
+  const int clusters = clusters_of(params);
+  if (clusters == 0) return;
   gemm_kernel<Kind, Edge, Carry><<<clusters * kCluster, kThreads, kBytesShared, stream>>>(params);
   check(cudaGetLastError(), "matrix product launch");
 }

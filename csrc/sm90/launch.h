@@ -30,6 +30,7 @@ void statistics(Matrix hidden, Matrix weight, Rows rows, Matrix kept, int* count
 // bf16 gradient of the logits, recomputed from hidden and weight.
 void recompute(Matrix hidden, Matrix weight, Rows rows, Matrix dlogits, int* counter, cudaStream_t stream);
 
+struct Upstream;
 struct Backward {
   Matrix dlogits, weight, hidden;
   int64_t first_column = 0, columns = 0;  // columns of dlogits that dh reduces over
@@ -41,10 +42,12 @@ struct Backward {
   const float* dw_init = nullptr;
   const int* active = nullptr;  // as in Rows
   int skipped = 0;
-  // Not null: dlogits are kept bf16 exp(z - leaf_max) of these rows, from the first of their leaves on, and become gradients
-  // (upstream ones of logp and lse alone, by `table`) while the products run; dh is asked for.
+  // Not null: dlogits are kept bf16 exp(z - leaf_max) of these rows, from the first of their leaves on. They become gradients
+  // while the products run, and `table` [T, 8] is written (row_table). For dh, and without upstream gradients of entropy.
   const Rows* kept = nullptr;
-  int* jobs = nullptr;  // zeros, kept_jobs of them
+  const Upstream* upstream = nullptr;
+  float* table = nullptr;
+  int* jobs = nullptr;  // kept_jobs of them
 };
 inline int64_t kept_jobs(int64_t tokens, int64_t columns) { return 1 + (tokens + 1023) / 1024 * ((columns + 511) / 512); }
 // dh = dlogits weight and dw = dlogits^T hidden, in one launch.

@@ -200,11 +200,12 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
   const int64_t jobs = beside ? kept_jobs(tokens, kept_columns) : 0;
   Tensor counters = new_tensor(picked, aoti_torch_dtype_int32(), {chunks * (4 + orders + jobs)});
   int* counter = data<int>(counters, "counters", ScalarType::Int);
+  int* job_counts = counter + chunks * (4 + orders);
 
   Upstream upstream = upstream_of(out, grad_logp, grad_lse, grad_entropy);
   upstream.order = slots.order;
   upstream.zeros = counter;
-  upstream.zero_count = counters.numel();
+  upstream.zero_count = chunks * (4 + orders);
   Rows rows = slots.rows(start, columns);
   Matrix buffer{};
   Tensor own_buffer;
@@ -218,7 +219,7 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
     rows.columns = static_cast<int>(kept_columns);
     if (!beside) gradient_in_place(rows, upstream, buffer, stream);
   }
-  if (beside || kept_columns < columns) {
+  if (!beside && kept_columns < columns) {
     row_table(rows, upstream, tokens, slots.table, stream);
   }
   if (kept_columns < columns) {
@@ -251,7 +252,7 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
         throw std::runtime_error("linear_logp backward: memory could not be set to zero");
       }
     }
-    for (int64_t first = begin, next; first < end; first = next, counter += 4 + orders + jobs) {
+    for (int64_t first = begin, next; first < end; first = next, counter += 4 + orders) {
       next = chunk_end(first, end);
       const int64_t count = next - first;
       task.weight = first_rows(head, first, count);
@@ -263,7 +264,10 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
           part.start = start + first;
           part.leaf_max = rows.leaf_max + first / kLeafColumns;
           task.kept = &part;
-          task.jobs = counter + 4 + orders;
+          task.upstream = &upstream;
+          task.table = slots.table;
+          task.jobs = job_counts;
+          job_counts += jobs;
         }
       } else {
         STD_TORCH_CHECK(!kept.has_value() || up(count, 8) <= kept->size(1), "kept logits: no room for those made again");
@@ -287,6 +291,7 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
         task.dh = sums, task.dw = own;
         backward(task, counter + 1, stream);
       }
+      upstream.zero_count = 0;
     }
     if (need_hidden) tree.push(total, joins ? 2 : 1);
   }

@@ -1,6 +1,6 @@
 // Kernels over rows of the vocabulary: merge of leaves, gradients in place, statistics of materialised logits.
-#include "arith.cuh"
 #include "dependent.cuh"
+#include "row_grad.cuh"
 
 #include <algorithm>
 #include <climits>
@@ -11,10 +11,6 @@ namespace rlk::sm90 {
 namespace {
 
 constexpr int kWarps = 8;
-
-__device__ __forceinline__ float temperature_of(const Rows& rows, int64_t row) {
-  return rows.temperatures == nullptr ? 1.0f : rows.temperatures[row];
-}
 
 __device__ __forceinline__ float tree_of_lanes(float x) {  // adjacent pairs
 #pragma unroll
@@ -84,13 +80,6 @@ __device__ __forceinline__ void results(float2 root, float m, float target_logit
   out[row + 2 * tokens] = __fsub_rn(log_sum, __fdiv_rn(root.y, root.x));
   if constexpr (WithMax) out[row + 3 * tokens] = m;
   out[row + (WithMax ? 4 : 3) * tokens] = log_sum;
-}
-
-// Rows that take part, of those in front of `limit` of a part that starts at rows.skipped.
-__device__ __forceinline__ int64_t active_of(const int* active, int skipped, int64_t limit) {
-  if (active == nullptr) return limit;
-  const int64_t left = static_cast<int64_t>(*active) - skipped;
-  return left < limit ? left : limit;
 }
 
 constexpr int kMergeWarps = 4, kMergeThreads = 32 * kMergeWarps;
@@ -201,33 +190,13 @@ __global__ void finish_kernel(float* nodes, int slots, const int* merges, int co
   results<false>(node(count > 0 ? slots + count - 1 : root), m[row], target_logit[row], out, tokens, row);
 }
 
-__device__ __forceinline__ RowGrad row_grad(const Rows& rows, const Upstream& upstream, int64_t slot) {
-  const float temperature = temperature_of(rows, slot);
-  const int64_t row = upstream.order[slot];
-  float g[3];
-#pragma unroll
-  for (int i = 0; i < 3; ++i) g[i] = upstream.grad[i] == nullptr ? 0.0f : upstream.grad[i][row * upstream.grad_stride[i]];
-  const float logp = __fdiv_rn(g[0], temperature), lse = __fdiv_rn(g[1], temperature);
-  return {upstream.max[row], upstream.log_sum[row], upstream.entropy[row],
-          logp, __fsub_rn(lse, logp), __fdiv_rn(g[2], temperature)};
-}
-
-__device__ __forceinline__ void set_zeros(const Upstream& upstream) {
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < upstream.zero_count; i += threads) {
-    upstream.zeros[i] = 0;
-  }
-}
-
 __global__ void __launch_bounds__(128) row_table_kernel(Rows rows, Upstream upstream, int64_t tokens, float* table) {
   await_previous();
   let_next_start();
-  set_zeros(upstream);
+  set_zeros(upstream, gridDim.x);
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (slot >= active_of(rows.active, rows.skipped, tokens)) return;
-  const RowGrad grad = row_grad(rows, upstream, slot);
-  reinterpret_cast<float4*>(table)[slot * 2] = make_float4(grad.max, grad.log_sum, grad.entropy, grad.logp);
-  reinterpret_cast<float4*>(table)[slot * 2 + 1] = make_float4(grad.weight, grad.ent, 0.0f, 0.0f);
+  write_row(table, slot, row_grad(rows, upstream, slot));
 }
 
 constexpr int kRowsPerThread = 4, kChunksPerThread = 2, kColumnsPerBlock = 2048 * kChunksPerThread;
@@ -242,7 +211,7 @@ __global__ void __launch_bounds__(256) gradient_kernel(
   __shared__ int targets[kRowsPerThread];
   await_previous();
   let_next_start();
-  set_zeros(upstream);
+  set_zeros(upstream, gridDim.x);
   const int64_t active = active_of(rows.active, rows.skipped, tokens);
   const int64_t first = static_cast<int64_t>(blockIdx.x % row_blocks) * kRowsPerThread, end = (active + 63) / 64 * 64;
   if (first >= end) return;
