@@ -133,7 +133,8 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     kept.targets = task.kept->targets;
     kept.table = task.table;
     kept.next = task.jobs;
-    kept.done = task.jobs + 1;
+    kept.finished = task.jobs + 1;
+    kept.left = task.jobs + 2;
     static const int head = [] { const char* v = std::getenv("RLK_HEAD"); return v ? std::atoi(v) : 8; }();
     kept.head = std::getenv("RLK_HEAD") ? std::atoi(std::getenv("RLK_HEAD")) : head;
   }

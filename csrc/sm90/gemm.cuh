@@ -251,6 +251,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       Ring ring;
       int slot = 0, next_slot = 0;
       uint32_t phase = 0, next_phase = 0;
+      [[maybe_unused]] int gradients = 0;  // kept values in front of this k of the tile are gradients; INT_MAX: all
       auto schedule = [&] {
         barrier_wait(tile_empty + next_slot * 8, next_phase ^ 1);
         const int id = atomicAdd(params.counter, 1);
@@ -276,6 +277,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         if (rank == 0) schedule();
         const Tile tile = locate<Kind == kStore, Carry>(params, shapes, id, rank);
         const Problem& problem = *tile.problem;
+        if (gradients != INT_MAX) gradients = 0;
         // Each block loads half of the carried rows for both.
         const int carried_row =
             Carry && tile.carries() ? tile.shape->tiled() + static_cast<int>(rank) * (kCarried / kCluster) : -1;
@@ -285,7 +287,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
             if (kt >= tile.shape->filled) k = kBeyond;  // zeros
           }
           if constexpr (Kind == kStore) {
-            if (making) await_gradients(params.kept, kept, tile, k);
+            if (making && k >= gradients) gradients = await_gradients(params.kept, kept, tile, k);
           }
           barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
           const uint32_t barrier = full + ring.stage * 8, a = base + ring.stage * kBytesStage, b = a + kBytesA;

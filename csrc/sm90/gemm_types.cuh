@@ -73,7 +73,8 @@ struct Kept {
   int64_t start;           // subtracted from targets
   const int64_t* targets;  // [rows]
   const float* table;      // [rows, 8], RowGrad without gradients by entropy
-  int *next, *done;        // jobs taken; jobs done of each unit
+  int *next, *finished;    // jobs taken, jobs done
+  int* left;               // less the jobs that each unit lacks: 0 where its values are gradients
   int head;                // of 64 parts, those that are gradients before the product starts
 };
 

@@ -30,9 +30,9 @@ __global__ void __launch_bounds__(kThreadsBefore) before_products_kernel(
     for (int i = static_cast<int>(thread); i < shape.units; i += static_cast<int>(threads)) {
       int group, at;
       shape.place(i, group, at);
-      if (at < shape.across) kept.done[at * shape.groups + group] = i < shape.head ? shape.count(group, at) : 0;
+      if (at < shape.across) kept.left[at * shape.groups + group] = i < shape.head ? 0 : -shape.count(group, at);
     }
-    if (thread == 0) *kept.next = shape.jobs(shape.head);
+    if (thread == 0) *kept.next = *kept.finished = shape.jobs(shape.head);
     return;
   }
   const int jobs = shape.jobs(shape.head), step = static_cast<int>(gridDim.x - others) * kWarpsBefore;

@@ -67,7 +67,7 @@ struct KeptShape {
     const bool inside = slice * kJobRows < rows_of(group) && column < columns;
     return {inside ? group * kUnitRows + slice * kJobRows : -1, column};
   }
-  // Where Kept::done counts for a place.
+  // Where Kept::left counts for a place.
   __device__ __forceinline__ int unit_of(int row, int column) const {
     return column / kUnitColumns * groups + row / kUnitRows;
   }
@@ -144,6 +144,12 @@ __device__ __forceinline__ void make_gradients(
   }
 }
 
+__device__ __forceinline__ int relaxed(const int* counter) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // A warp of the product kernel. While it deals with a job it takes the next one, whose values come to the L2 while the stores
@@ -168,28 +174,59 @@ __device__ __forceinline__ void make_all_gradients(const Kept& kept, const KeptS
       job = shape.job(number);
       if (job.row >= 0) prefetch(kept, shape, job, lane);
     }
-    if (lane == 0 && done >= 0) count_up(kept.done + done);
+    if (lane == 0) {
+      if (done >= 0) count_up(kept.left + done);
+      count_up(kept.finished);
+    }
     if (number >= jobs) return;
   }
 }
 
-// A producer, before it loads what lies at k of a tile: they are gradients.
-__device__ __forceinline__ void await_gradients(const Kept& kept, const KeptShape& shape, const Tile& tile, int k) {
-  int at, group, last;
-  if (tile.problem->output == kBlocks) {  // dH: k are columns
-    if (k % kUnitColumns != 0) return;
+// A producer, before it loads what lies at k of a tile: waits until they are gradients, and says up to which k they are. Looks
+// some units ahead, and at whether all jobs are done, since an answer takes as long as a tile of k.
+__device__ __forceinline__ int await_gradients(const Kept& kept, const KeptShape& shape, const Tile& tile, int k) {
+  constexpr int kUnitsAhead = 3, kThisTile = INT_MAX - 1;
+  const bool along_columns = tile.problem->output == kBlocks;  // dH: k are columns; dW: rows
+  int at, group, ahead;
+  bool two = false;  // the tile's rows lie in two units
+  if (along_columns) {
     const bool by_column = tile.shape->tokens > 0;
-    const int first = by_column ? tile.n : tile.m, rows = by_column ? tile.shape->tokens : kTileM;
+    const int first = by_column ? tile.n : tile.m, end = min(first + (by_column ? tile.shape->tokens : kTileM), shape.store_rows);
+    if (first >= end) return kThisTile;
     at = k / kUnitColumns;
     group = first / kUnitRows;
-    last = (min(first + rows, shape.store_rows) - 1) / kUnitRows;
-  } else {  // dW: k are rows
-    if (k % kUnitRows != 0 || k >= shape.store_rows) return;
+    two = (end - 1) / kUnitRows > group;
+    ahead = shape.across - at;
+  } else {
+    if (k >= shape.store_rows) return kThisTile;
     at = tile.m / kUnitColumns;
-    group = last = k / kUnitRows;
+    group = k / kUnitRows;
+    ahead = shape.groups - group;
   }
-  for (; group <= last; ++group) await(kept.done + at * shape.groups + group, shape.count(group, at));
+  const int step = along_columns ? shape.groups : 1, all = shape.jobs(shape.units);
+  // Units ready one after the other, of the rows of unit `row` in the first of them.
+  auto count_ready = [&](int row) {
+    const int* left = kept.left + at * shape.groups + row;
+    int seen[kUnitsAhead], ready = 0;
+#pragma unroll
+    for (int i = 0; i < kUnitsAhead; ++i) seen[i] = i < ahead ? relaxed(left + i * step) : -1;
+#pragma unroll
+    for (int i = kUnitsAhead - 1; i >= 0; --i) {
+      ready = seen[i] == 0 ? ready + 1 : 0;
+    }
+    return ready;
+  };
+  int ready;
+  bool every;
+  do {
+    every = relaxed(kept.finished) == all;
+    ready = count_ready(group);
+    if (two) ready = min(ready, count_ready(group + 1));
+  } while (ready == 0 && !every);
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
   proxy_fence();
+  if (every) return INT_MAX;
+  return along_columns ? (at + ready) * kUnitColumns : (group + ready) * kUnitRows;
 }
 
 }  // namespace rlk::sm90

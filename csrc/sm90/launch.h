@@ -49,7 +49,7 @@ struct Backward {
   float* table = nullptr;
   int* jobs = nullptr;  // kept_jobs of them
 };
-inline int64_t kept_jobs(int64_t tokens, int64_t columns) { return 1 + (tokens + 1023) / 1024 * ((columns + 511) / 512); }
+inline int64_t kept_jobs(int64_t tokens, int64_t columns) { return 2 + (tokens + 1023) / 1024 * ((columns + 511) / 512); }
 // dh = dlogits weight and dw = dlogits^T hidden, in one launch.
 void backward(Backward task, int* counter, cudaStream_t stream);
 
