@@ -30,6 +30,7 @@ void launch(const Params& params, cudaStream_t stream) {
   int64_t count = 0;
   for (int i = 0; i < params.problems; ++i) count += tiles(params.problem[i]);
   if (count == 0) return;
+  if (Kind != kStore) count *= 2;  // tiles may be cut in two
   const int clusters = static_cast<int>(std::min<int64_t>(processors / kCluster, count));
   gemm_kernel<Kind, Edge, Carry><<<clusters * kCluster, kThreads, kBytesShared, stream>>>(params);
   check(cudaGetLastError(), "matrix product launch");
