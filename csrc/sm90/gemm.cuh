@@ -125,8 +125,8 @@ __device__ __forceinline__ void choose(const Beside& beside, Run run) {
   }
 }
 
-// The first tiles of k of a tile; `between` has the right half for itself while the tensor cores work on the left one. whole:
-// there is a right half.
+// The first tiles of k of a tile; `between` has the right half for itself while the tensor cores work on the left one.
+// whole(): asked after that whether this tile has a right half.
 // Accumulators go from products of one shape to those of another only after a wait.
 template <int Edge, int TransposeA, int TransposeB, typename Whole, typename Between, typename Beside = Nothing>
 __device__ __forceinline__ void begin_tile(
@@ -192,7 +192,7 @@ __device__ __forceinline__ void end_tile(
   pin(right);
 }
 
-// Products of a leaf alone, the left half, after its first `begun` tiles of k.
+// Products of half a tile, by the left accumulators, after those of its first `begun` tiles of k.
 __device__ __forceinline__ void multiply_leaf(float (&left)[64], int tiles_k, int begun, Consumer& c) {
   multiply_tiles(left, left, tiles_k - begun, c, [&](int kt) {
     const uint64_t a = c.a(c.ring), b = c.b(c.ring, 0);
@@ -456,7 +456,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         if constexpr (Carry) carried.now = tile.carries();
         begin_tile<Edge, 0, 0>(left, right, whole, consumer, finish_right, carried);
       }
-      for (int begun = Edge; id < tiles; begun = 0) {
+      for (int begun = Edge; id < tiles; begun = 0) {  // leaves alone; begin_tile has begun the first one
         multiply_leaf(left, tile.k_tiles, begun, consumer);
         finish_leaf(left, 0, TwoRows(tile, v, own, thread), [] {});
         id = next_tile(slot, phase, thread % 32 == 0);
