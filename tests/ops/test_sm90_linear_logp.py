@@ -549,3 +549,70 @@ def test_several_streams_and_a_graph():
         x.zero_()
     graph.replay()
     assert_same(captured, expected)
+
+
+def cut_tiles(rows, columns, may_carry):
+    """Tiles of logits of so many rows that take part which are cut in two: those of the last round, where at most half
+    of the clusters have one and none of them carries rows."""
+    clusters = torch.cuda.get_device_properties(0).multi_processor_count // 2
+    row_tiles, across = (rows + 127 - (32 if may_carry and rows >= 256 else 0)) // 128, -(-columns // 256)
+    tiles = row_tiles // 2 * across + row_tiles % 2 * -(-across // 2)
+    rest = tiles % clusters
+    return rest if 2 * rest <= clusters and (rows <= row_tiles * 128 or tiles - across >= rest) else 0
+
+
+def columns_where(least, rows, first, may_carry, short=59):
+    """Columns, `short` of at least `first` whole tiles, such that `least` tiles or more are cut, for 0 none."""
+    for columns in range(first * 256 - short, 3 * first * 256, 256):
+        if cut_tiles(rows, columns, may_carry) in (range(least, 1000) if least else (0,)):
+            return columns
+    pytest.skip("no such number of columns")
+
+
+def assert_schedules_agree(h, w, t, vocabulary):
+    common = {"temperature": mixed_temperature(len(t)), "global_vocab_size": vocabulary}
+    kept = both(h, w, t, **common)
+    assert_same(both(h, w, t, mib=1, **common), kept)
+    if vocabulary > 2 * VOCAB_BLOCK:
+        assert_same(some_kept(h, w, t, **common), kept)
+    with torch.no_grad():
+        assert_same(linear_logp(h, w, t, **common), kept[:3])
+    assert_same(both(h, w, t, backend="triton", **common), kept)
+    wrong = both(h, w, t, **{**common, "temperature": mixed_temperature(len(t)) * 1.0001})
+    assert all(differing(a, b) for a, b in zip(wrong, kept, strict=True))
+
+
+# Pairs of row tiles alone, an odd one beside and alone, rows carried beside both, rows carried by all tiles. The last
+# tile of columns has 256, 197, 128 or 126.
+@pytest.mark.parametrize("least", [0, 1, 15])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "first", "short"),
+    [(512, 320, 25, 0), (512, 128, 25, 59), (300, 1024, 130, 130), (100, 320, 130, 128), (796, 328, 130, 130)]
+    + [(796, 1024, 23, 59), (389, 320, 25, 59), (1820, 320, 25, 128), (284, 320, 130, 59), (796, 128, 25, 59)],
+)
+def test_last_round_of_statistics(tokens, hidden, first, short, least):
+    vocabulary = columns_where(least, tokens, first, hidden > 256 and 0 < tokens % 128 <= 32, short)
+    h, w, t = operands(tokens, hidden, vocabulary + 5, vocabulary)
+    t[:2] = torch.tensor([vocabulary - 1, vocabulary - 200], device="cuda")
+    assert_schedules_agree(h, w, t, vocabulary)
+
+
+@pytest.mark.parametrize("least", [0, 1])
+@pytest.mark.parametrize("tokens", [100, 256, 300, 796, 1000])
+@pytest.mark.parametrize("hidden", [128, 320, 1024])
+def test_last_round_of_recomputed_gradients(tokens, hidden, least):
+    vocabulary = columns_where(least, tokens, 24, False)
+    if vocabulary > VOCAB_BLOCK:
+        pytest.skip("more than one launch")
+    assert_schedules_agree(*operands(tokens, hidden, vocabulary, vocabulary), vocabulary)
+
+
+@pytest.mark.parametrize("least", [0, 1, 15])
+@pytest.mark.parametrize("active", [1, 129, 257, 300, 400, 516, 780])
+def test_last_round_of_rows_that_take_part(active, least):
+    """The kernel finds its tiles from the rows that take part, for a grid that the host has chosen for all of them."""
+    vocabulary = columns_where(least, active, 130, True)
+    h, w, t = operands(796, 320, vocabulary, vocabulary)
+    g = torch.Generator(device="cuda").manual_seed(active)
+    t[torch.randperm(796, device="cuda", generator=g)[active:]] = -100
+    assert_schedules_agree(h, w, t, vocabulary)
