@@ -150,7 +150,7 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     output(problem, {task.dw, vocabulary_size, width, width});
   }
   if (task.kept != nullptr) {
-    before_products(params, *task.kept, *task.upstream, task.table, tokens, clusters_of<kStore>(params), stream);
+    before_products(params, *task.kept, *task.upstream, task.table, tokens, clusters_of(params), stream);
   }
   // The halves of a tile of dw end apart where it has tiles of k enough, or takes a few of zeros as well because few rows
   // take part.

@@ -3,8 +3,7 @@
 // A cluster of two blocks computes 256 x 256 outputs: each block 128 rows, its two consumer warpgroups 64 rows each, and
 // both blocks share the 256 columns of B (each loads half and multicasts it). One producer thread keeps four stages of
 // 64 k in flight; the first block's producer takes tiles from a counter in global memory and broadcasts them.
-// Each output is one chain of accumulations over ascending k, so neither tiles nor scheduling change a bit. Tiles of logits
-// that would leave half of the clusters idle in the last round are cut in two: 128 columns a block (Shape::set_last_round).
+// Each output is one chain of accumulations over ascending k, so neither tiles nor scheduling change a bit.
 //
 // The halves of a tile of logits (128 columns, a leaf) end at different times: the last two tiles of k are multiplied
 // first for the left half, then for the right one, during which the left half's epilogue runs; the first two of the next
@@ -127,11 +126,11 @@ __device__ __forceinline__ void choose(const Beside& beside, Run run) {
 }
 
 // The first tiles of k of a tile; `between` has the right half for itself while the tensor cores work on the left one.
-// whole(): asked after that whether this tile has a right half.
 // Accumulators go from products of one shape to those of another only after a wait.
-template <int Edge, int TransposeA, int TransposeB, typename Whole, typename Between, typename Beside = Nothing>
+template <int Edge, int TransposeA, int TransposeB, typename Between, typename Beside = Nothing>
 __device__ __forceinline__ void begin_tile(
-    float (&left)[64], float (&right)[64], Whole whole, Consumer& c, Between between, const Beside& beside = {}) {
+    float (&left)[64], float (&right)[64], Consumer& c, Between between, const Beside& beside = {}) {
+  constexpr bool kRenews = TransposeA || !std::is_same_v<Beside, Nothing>;  // dW, and logits with carried rows
   if constexpr (Edge > 0) {
     choose(beside, [&](const auto& more) {
       multiply_half<Edge, false, TransposeA, TransposeB>(left, 0, false, c, more);
@@ -139,14 +138,14 @@ __device__ __forceinline__ void begin_tile(
     between();
     wgmma_wait<0>();
     pin(left);
-    if (whole()) {
-      multiply_half<Edge, false, TransposeA, TransposeB>(right, 1, false, c);
-      wgmma_wait<0>();
-      pin(right);
-    }
+    multiply_half<Edge, false, TransposeA, TransposeB>(right, 1, false, c);
     c.ring.skip(Edge);
-    renew(left);
-    renew(right);
+    wgmma_wait<0>();
+    pin(right);
+    if constexpr (kRenews) {
+      renew(left);
+      renew(right);
+    }
     c.release(Edge);
   } else {
     between();
@@ -161,10 +160,13 @@ template <int Edge, int TransposeA, int TransposeB, typename LeftDone, typename 
 __device__ __forceinline__ void end_tile(
     float (&left)[64], float (&right)[64], int tiles_k, bool brief, Consumer& c, LeftDone left_done,
     const Beside& beside = {}) {
+  constexpr bool kRenews = TransposeA || !std::is_same_v<Beside, Nothing>;  // dW, and logits with carried rows
   choose(beside, [&](const auto& more) {
     multiply_both<TransposeA, TransposeB>(left, right, tiles_k - 2 * Edge, Edge > 0, c, more);
-    renew(left);
-    renew(right);
+    if constexpr (kRenews) {
+      renew(left);
+      renew(right);
+    }
     if constexpr (Edge > 0) {
       if (brief) {
         multiply_half<Edge, false, TransposeA, TransposeB, 2>(left, 0, true, c);
@@ -185,18 +187,6 @@ __device__ __forceinline__ void end_tile(
     c.release(Edge);
   });
   pin(right);
-}
-
-// Products of half a tile, by the left accumulators, after those of its first `begun` tiles of k.
-__device__ __forceinline__ void multiply_leaf(float (&left)[64], int tiles_k, int begun, Consumer& c) {
-  multiply_tiles(left, left, tiles_k - begun, c, [&](int kt) {
-    const uint64_t a = c.a(c.ring), b = c.b(c.ring, 0);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kTileK / 16; ++k) {
-      wgmma_64x128x16<0, 0>(left, a + (k * 32 >> 4), b + (k * 32 >> 4), begun > 0 || kt > 0 || k > 0);
-    }
-  });
 }
 
 __device__ __forceinline__ void start_half(float (&acc)[64], int half, const Tile& tile, int group, int thread) {
@@ -239,7 +229,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     barrier_init_fence();
   }
   cluster_sync();
-  const int tiles = Kind == kStore ? shapes[0].all_tiles + shapes[1].all_tiles : shapes[0].parts();  // or halves
+  const int tiles = shapes[0].all_tiles + shapes[1].all_tiles;
 
   // Readers of the broadcast: the id of the next tile.
   auto next_tile = [&](int& slot, uint32_t& phase, bool signal) {
@@ -285,13 +275,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         }
         if (id >= tiles) break;
         if (rank == 0) schedule();
-        Tile tile;
-        if constexpr (Kind == kStore) {
-          tile = locate<true>(params, shapes, id, rank);
-        } else {
-          tile = locate_part<Carry>(params, shapes, id, rank);
-        }
-        const bool leaf = Kind != kStore && id >= shapes[0].whole;  // half of a tile; carries nothing
+        const Tile tile = locate<Kind == kStore, Carry>(params, shapes, id, rank);
         const Problem& problem = *tile.problem;
         if (gradients != INT_MAX) gradients = 0;
         // Each block loads half of the carried rows for both.
@@ -320,7 +304,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                 staging + ring.stage * kBytesCarried + rank * (kBytesCarried / kCluster), &params.carried, barrier, k,
                 carried_row, 3);
           } else {
-            barrier_expect(barrier, leaf ? kBytesStage - kBytesB / 2 : kBytesStage);
+            barrier_expect(barrier, kBytesStage);
           }
           if (!Carry && problem.transposed_a) {
             load_tile(a, &problem.a, barrier, tile.m, k);
@@ -337,12 +321,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
               for (uint32_t chunk = 0; chunk < 4; ++chunk) {
                 load_tile(b + chunk * 8192, &problem.b, barrier, tile.n + chunk * 64, k);
               }
-            }
-          } else if (leaf) {
-            if (!tile.shares) {
-              load_tile(b, &problem.b, barrier, k, tile.n);
-            } else if (kt % kCluster == static_cast<int>(rank)) {  // the blocks take turns
-              load_tile_multicast(b, &problem.b, barrier, k, tile.n, 3);
             }
           } else if (tile.shares) {
             load_tile_multicast(b + rank * 16384, &problem.b, barrier, k, tile.n + rank * 128, 3);
@@ -387,7 +365,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       if (id < tiles) {
         Tile tile = locate(params, shapes, id, rank);
         forget(left);
-        begin_tile<Edge, 1, 1>(left, right, [] { return true; }, consumer, [&] { forget(right); });
+        begin_tile<Edge, 1, 1>(left, right, consumer, [&] { forget(right); });
         while (true) {
           const Tile last = tile;
           end_tile<Edge, 1, 1>(left, right, last.k_tiles, last.shape->brief, consumer, [&](auto finish) {
@@ -405,7 +383,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
           }
           tile = locate(params, shapes, id, rank);
           forget(left);
-          begin_tile<Edge, 1, 1>(left, right, [] { return true; }, consumer, finish_right);
+          begin_tile<Edge, 1, 1>(left, right, consumer, finish_right);
         }
       }
     } else if constexpr (Kind == kStore) {
@@ -418,56 +396,58 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         store_half(right, 1, tile, stager, own, thread);
         id = next_tile(slot, phase, thread % 32 == 0);
       }
-    } else if (id < tiles) {
-      // Tiles overlap: the first products of the next tile are under way before this one's right half is dealt with.
-      const Vocabulary& v = params.vocabulary;
-      const Shape& shape = shapes[0];
-      Tile tile = locate_part<Carry>(params, shapes, id, rank);
-      auto whole = [&] { return id < shape.whole; };
-      const uint32_t meeting = staging + kStages * kBytesCarried;
-      [[maybe_unused]] float acc[16];
-      auto carried = [&] {
-        if constexpr (Carry) {
-          return Carried{acc, base + kBytesA + rank * (kBytesB / 2) + own * 8192, staging, tile.carries()};
-        } else {
-          return Nothing{};
-        }
-      }();
-      auto finish_leaf = [&](float (&half)[64], int leaf, const TwoRows& two, auto between) {
-        if constexpr (Carry) {
-          const NarrowStager narrow{meeting + own * (kBytesCarriedStaging / 2) + (thread / 32) * 2048, thread % 32};
-          vocabulary_leaf<Kind, true>(half, leaf, two, shape, params.problem[0], v, narrow, own, thread, between);
-        } else {
-          vocabulary_leaf<Kind, (Edge > 0)>(half, leaf, two, shape, params.problem[0], v, stager, own, thread, between);
-        }
-      };
-      begin_tile<Edge, 0, 0>(left, right, whole, consumer, [] {}, carried);
-      while (whole()) {
-        const TwoRows two(tile, v, own, thread);
-        end_tile<Edge, 0, 0>(left, right, tile.k_tiles, false, consumer, [&](auto finish) {
-          if constexpr (Carry) {  // the leaf of carried rows is complete when the left half is
+    } else if constexpr (Carry) {
+      // As below. The leaf of carried rows is complete when the left half is.
+      if (id < tiles) {
+        const Vocabulary& v = params.vocabulary;
+        const uint32_t meeting = staging + kStages * kBytesCarried;
+        const NarrowStager narrow{meeting + own * (kBytesCarriedStaging / 2) + (thread / 32) * 2048, thread % 32};
+        float acc[16];
+        Tile tile = locate<false, true>(params, shapes, id, rank);
+        Carried carried{acc, base + kBytesA + rank * (kBytesB / 2) + own * 8192, staging, tile.carries()};
+        begin_tile<Edge, 0, 0>(left, right, consumer, [] {}, carried);
+        while (true) {
+          const TwoRows two(tile, v, own, thread);
+          end_tile<Edge, 0, 0>(left, right, tile.k_tiles, false, consumer, [&](auto finish) {
             if (carried.now) {
               pin(acc);
               carried_leaf(carried, tile, rank, v, meeting, own, thread);
             }
+            vocabulary_leaf<Kind, true>(left, 0, two, shapes[0], params.problem[0], v, narrow, own, thread, finish);
+          }, carried);
+          auto finish_right = [&] {
+            vocabulary_leaf<Kind, true>(right, 1, two, shapes[0], params.problem[0], v, narrow, own, thread, [] {});
+          };
+          id = next_tile(slot, phase, thread % 32 == 0);
+          if (id >= tiles) {
+            finish_right();
+            break;
           }
-          finish_leaf(left, 0, two, finish);
-        }, carried);
-        auto finish_right = [&] { finish_leaf(right, 1, two, [] {}); };
+          tile = locate<false, true>(params, shapes, id, rank);
+          carried.now = tile.carries();
+          begin_tile<Edge, 0, 0>(left, right, consumer, finish_right, carried);
+        }
+      }
+    } else if (id < tiles) {
+      // Tiles overlap: the first products of the next tile are under way before this one's right half is dealt with.
+      const Vocabulary& v = params.vocabulary;
+      Tile tile = locate(params, shapes, id, rank);
+      begin_tile<Edge, 0, 0>(left, right, consumer, [] {});
+      while (true) {
+        const TwoRows two(tile, v, own, thread);
+        end_tile<Edge, 0, 0>(left, right, tile.k_tiles, false, consumer, [&](auto finish) {
+          vocabulary_leaf<Kind, (Edge > 0)>(left, 0, two, shapes[0], params.problem[0], v, stager, own, thread, finish);
+        });
+        auto finish_right = [&] {
+          vocabulary_leaf<Kind, (Edge > 0)>(right, 1, two, shapes[0], params.problem[0], v, stager, own, thread, [] {});
+        };
         id = next_tile(slot, phase, thread % 32 == 0);
         if (id >= tiles) {
           finish_right();
           break;
         }
-        tile = locate_part<Carry>(params, shapes, id, rank);
-        if constexpr (Carry) carried.now = tile.carries();
-        begin_tile<Edge, 0, 0>(left, right, whole, consumer, finish_right, carried);
-      }
-      for (int begun = Edge; id < tiles; begun = 0) {  // leaves alone; begin_tile has begun the first one
-        multiply_leaf(left, tile.k_tiles, begun, consumer);
-        finish_leaf(left, 0, TwoRows(tile, v, own, thread), [] {});
-        id = next_tile(slot, phase, thread % 32 == 0);
-        if (id < tiles) tile = locate_part<Carry>(params, shapes, id, rank);
+        tile = locate(params, shapes, id, rank);
+        begin_tile<Edge, 0, 0>(left, right, consumer, finish_right);
       }
     }
   }

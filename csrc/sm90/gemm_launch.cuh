@@ -23,12 +23,11 @@ inline int64_t tiles(const Problem& problem) {
   return tiles_m / kCluster * tiles_n + tiles_m % kCluster * ceil_div(tiles_n, kCluster);
 }
 
-template <int Kind>
-int clusters_of(const Params& params) {
+// Of a launch.
+inline int clusters_of(const Params& params) {
   const int processors = once_a_device([](int device) { return processors_of(device); });
   int64_t count = 0;
   for (int i = 0; i < params.problems; ++i) count += tiles(params.problem[i]);
-  if (Kind != kStore) count *= 2;  // tiles may be cut in two
   return static_cast<int>(std::min<int64_t>(processors / kCluster, count));
 }
 
@@ -39,7 +38,7 @@ void launch(const Params& params, cudaStream_t stream) {
           "shared memory");
     return 0;
   });
-  const int clusters = clusters_of<Kind>(params);
+  const int clusters = clusters_of(params);
   if (clusters == 0) return;
   gemm_kernel<Kind, Edge, Carry><<<clusters * kCluster, kThreads, kBytesShared, stream>>>(params);
   check(cudaGetLastError(), "matrix product launch");

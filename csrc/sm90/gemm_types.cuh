@@ -98,7 +98,6 @@ struct Shape {
   int tokens;              // columns of a tile where tokens are columns, else 0; there `pairs` counts such tiles
   bool brief;              // the last tile of k has zeros in its second half, and some in what is not zero of the first
   int tiles, all_tiles;    // of one block of k, of all
-  int groups, whole;       // logits: groups of columns before the last one; tiles before those that are cut in two
 
   // First: of problem[0], the only one with blocks of k.
   template <int Kind, bool First>
@@ -127,26 +126,7 @@ struct Shape {
     }
     tiles = pairs * tiles_n + odd * ((tiles_n + kCluster - 1) / kCluster);
     all_tiles = problem.output == kBlocks ? tiles * ((tiles_k + kBlockTiles - 1) / kBlockTiles) : tiles;
-    if constexpr (Kind != kStore) set_last_round(problem.group, may_carry & (rows > tiled()));
   }
-  // Logits. Where at most half of the clusters have a tile in the last round, its tiles are cut in two. Tiles that carry rows
-  // take longest and are not cut: the last group of columns is made so large that in it they come before the last round.
-  __device__ __forceinline__ void set_last_round(int group, bool carrying) {
-    const int clusters = static_cast<int>(gridDim.x) / kCluster, rest = tiles % clusters;
-    groups = (tiles_n - 1) / group;
-    bool carries_last = carrying;
-    if (carrying && pairs + odd > 1) {
-      auto others = [&] {  // tiles of the last group that do not carry
-        const int width = tiles_n - groups * group;
-        return (pairs - 1) * width + odd * ((width + kCluster - 1) / kCluster);
-      };
-#pragma unroll 1
-      while (others() < rest && groups > 0) --groups;
-      carries_last = others() < rest;
-    }
-    whole = 2 * rest <= clusters && !carries_last ? tiles - rest : tiles;
-  }
-  __device__ __forceinline__ int parts() const { return 2 * tiles - whole; }  // logits: tiles, counting halves of those cut
   __device__ __forceinline__ int tiled() const { return (pairs * kCluster + odd) * kTileM; }  // rows in tiles, or more
 };
 
@@ -163,7 +143,7 @@ struct Tile {
 };
 
 // MayBeColumns: tokens may be columns of the tile (dH); elsewhere registers are too few for what it takes. Single: there is
-// one problem, whose k is not cut, and the last group of columns may be larger than others.
+// one problem, whose k is not cut.
 template <bool MayBeColumns = false, bool Single = false>
 __device__ __forceinline__ Tile locate(const Params& params, const Shape* shapes, int id, uint32_t rank) {
   const int which = !Single && id >= shapes[0].all_tiles, local_id = which ? id - shapes[0].all_tiles : id;
@@ -179,10 +159,8 @@ __device__ __forceinline__ Tile locate(const Params& params, const Shape* shapes
   }
   // Raster: groups of columns; in a group pairs of row tiles, then the odd row tile, so that B stays in L2.
   const int per_group = shape.pairs * problem.group + shape.odd * (problem.group / kCluster);
-  const int group = Single ? min(local / per_group, shape.groups) : local / per_group;
-  const int inside = local - group * per_group, first = group * problem.group;
-  const int left = shape.tiles_n - first, width = Single && group == shape.groups ? left : min(problem.group, left);
-  const int wide = inside - shape.pairs * width;
+  const int group = local / per_group, inside = local % per_group, first = group * problem.group;
+  const int width = min(problem.group, shape.tiles_n - first), wide = inside - shape.pairs * width;
   if (wide >= 0) {
     tile.m = shape.pairs * kCluster * kTileM;
     tile.n = (first + wide * kCluster + static_cast<int>(rank)) * kTileN;
@@ -194,15 +172,6 @@ __device__ __forceinline__ Tile locate(const Params& params, const Shape* shapes
     tile.m = (inside / width * kCluster + static_cast<int>(rank)) * kTileM;
     tile.n = (first + inside % width) * kTileN;
   }
-  return tile;
-}
-
-// Logits: a tile, or from `whole` on half of one, the left or right leaf of each block.
-template <bool Single>
-__device__ __forceinline__ Tile locate_part(const Params& params, const Shape* shapes, int id, uint32_t rank) {
-  const int whole = shapes[0].whole, leaf = id - whole;
-  Tile tile = locate<false, Single>(params, shapes, leaf < 0 ? id : whole + leaf / 2, rank);
-  if (leaf >= 0) tile.n += leaf % 2 * kLeaf;
   return tile;
 }
 
