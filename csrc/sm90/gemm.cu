@@ -1,6 +1,5 @@
 // Tensor maps and launches of the matrix-product kernels.
 #include "gemm_launch.cuh"
-#include <cstdlib>
 
 namespace rlk::sm90 {
 namespace {
@@ -123,7 +122,9 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     problem.order = task.order;
   }
   if (task.kept != nullptr) {
-    if (task.dh == nullptr || task.first_column != 0) throw std::runtime_error("kept logits become gradients for dh, from its first column on");
+    if (task.dh == nullptr || task.first_column != 0) {
+      throw std::runtime_error("kept logits become gradients for dh, from the first column on");
+    }
     Kept& kept = params.kept;
     kept.values = static_cast<__nv_bfloat16*>(task.dlogits.data);
     kept.stride = task.dlogits.stride;
@@ -135,8 +136,6 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     kept.next = task.jobs;
     kept.finished = task.jobs + 1;
     kept.left = task.jobs + 2;
-    static const int head = [] { const char* v = std::getenv("RLK_HEAD"); return v ? std::atoi(v) : 8; }();
-    kept.head = std::getenv("RLK_HEAD") ? std::atoi(std::getenv("RLK_HEAD")) : head;
   }
   if (task.dw != nullptr) {
     Problem& problem = params.problem[params.problems++];
@@ -150,7 +149,7 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     output(problem, {task.dw, vocabulary_size, width, width});
   }
   if (task.kept != nullptr) {
-    before_products(params, *task.kept, *task.upstream, task.table, tokens, clusters_of(params), stream);
+    before_products(params, *task.kept, *task.upstream, task.table, clusters_of(params), stream);
   }
   // The halves of a tile of dw end apart where it has tiles of k enough, or takes a few of zeros as well because few rows
   // take part.

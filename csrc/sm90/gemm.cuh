@@ -216,7 +216,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     shapes[1].all_tiles = 0;
     if (params.problems > 1) shapes[1].set<Kind, false>(params.problem[1], active, false);
     if (Kind == kStore && params.kept.values != nullptr) {
-      kept.set(params.kept, shapes[0], params.problem[0], static_cast<int>(gridDim.x) / kCluster);
+      kept.set(shapes[0], params.problem[0], static_cast<int>(gridDim.x) / kCluster);
     }
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full + i * 8, 1);

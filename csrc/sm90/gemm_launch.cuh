@@ -10,8 +10,8 @@ namespace rlk::sm90 {
 void launch_statistics(const Params& params, cudaStream_t stream);
 void launch_gradient(const Params& params, cudaStream_t stream);
 // Of params.kept: the first part, `table` of rows, and counts; upstream.zeros.
-void before_products(const Params& params, const Rows& rows, const Upstream& upstream, float* table, int64_t tokens,
-                     int clusters, cudaStream_t stream);
+void before_products(const Params& params, const Rows& rows, const Upstream& upstream, float* table, int clusters,
+                     cudaStream_t stream);
 
 inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 

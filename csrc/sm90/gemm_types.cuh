@@ -75,7 +75,6 @@ struct Kept {
   const float* table;      // [rows, 8], RowGrad without gradients by entropy
   int *next, *finished;    // jobs taken, jobs done
   int* left;               // less the jobs that each unit lacks: 0 where its values are gradients
-  int head;                // of 64 parts, those that are gradients before the product starts
 };
 
 struct Params {

@@ -9,24 +9,31 @@ namespace {
 
 constexpr int kThreadsBefore = 256, kWarpsBefore = kThreadsBefore / 32;
 
-// The first `others` blocks write the table of rows, zeros, and which units are done; the others make the first units.
+// The first `others` blocks write the table of rows, zeros, and what units lack; the others make the first units.
 __global__ void __launch_bounds__(kThreadsBefore) before_products_kernel(
     const __grid_constant__ Params params, const __grid_constant__ Rows rows, const __grid_constant__ Upstream upstream,
-    float* table, int64_t tokens, int clusters, unsigned others) {
+    float* table, int clusters, unsigned others) {
   __shared__ KeptShape shape;
   await_previous();
   let_next_start();
   const Kept& kept = params.kept;
+  const int active = static_cast<int>(max(active_of(rows.active, rows.skipped, INT_MAX), static_cast<int64_t>(0)));
+  const bool makes = blockIdx.x >= others;
   if (threadIdx.x == 0) {
     Shape dh;
-    dh.set<kStore, true>(params.problem[0], static_cast<int>(max(active_of(rows.active, rows.skipped, INT_MAX), static_cast<int64_t>(0))), false);
-    shape.set(kept, dh, params.problem[0], clusters);
+    dh.set<kStore, true>(params.problem[0], active, false);
+    shape.set(dh, params.problem[0], clusters);
+  }
+  const unsigned thread = blockIdx.x * kThreadsBefore + threadIdx.x, threads = others * kThreadsBefore;
+  if (!makes) {
+    set_zeros(upstream, others);
+    const int count = min(active, params.problem[0].rows);
+    for (int slot = static_cast<int>(thread); slot < count; slot += static_cast<int>(threads)) {
+      write_row(table, slot, row_grad(rows, upstream, slot));
+    }
   }
   __syncthreads();
-  const unsigned thread = blockIdx.x * kThreadsBefore + threadIdx.x, threads = others * kThreadsBefore;
-  if (blockIdx.x < others) {
-    set_zeros(upstream, others);
-    for (int64_t slot = thread; slot < shape.rows; slot += threads) write_row(table, slot, row_grad(rows, upstream, slot));
+  if (!makes) {
     for (int i = static_cast<int>(thread); i < shape.units; i += static_cast<int>(threads)) {
       int group, at;
       shape.place(i, group, at);
@@ -45,17 +52,18 @@ __global__ void __launch_bounds__(kThreadsBefore) before_products_kernel(
 
 }  // namespace
 
-void before_products(const Params& params, const Rows& rows, const Upstream& upstream, float* table, int64_t tokens,
-                     int clusters, cudaStream_t stream) {
+void before_products(const Params& params, const Rows& rows, const Upstream& upstream, float* table, int clusters,
+                     cudaStream_t stream) {
   const Problem& problem = params.problem[0];
+  const int64_t tokens = problem.rows;
   const int64_t units = ceil_div(tokens, kUnitRows) * static_cast<int64_t>(ceil_div(problem.depth, kUnitColumns));
   const int64_t slices = ceil_div(std::min<int64_t>(tokens, kUnitRows), kJobRows);
-  const int64_t jobs = units * params.kept.head / 64 * slices * kUnitAcross;
+  const int64_t jobs = units / kHead * slices * kUnitAcross;
   const unsigned others = blocks(tokens, kThreadsBefore);
   const unsigned most = static_cast<unsigned>(clusters) * kCluster * 8;  // of 8 blocks on a processor
   launch_dependent("gradients before products", before_products_kernel,
                    {others + std::min(blocks(jobs, kWarpsBefore), most), kThreadsBefore}, stream, params, rows, upstream, table,
-                   tokens, clusters, others);
+                   clusters, others);
 }
 
 }  // namespace rlk::sm90

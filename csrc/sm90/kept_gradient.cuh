@@ -14,6 +14,7 @@ namespace rlk::sm90 {
 constexpr int kJobRows = 32, kJobColumns = 2 * kLeaf;
 constexpr int kUnitRows = 1024, kUnitColumns = 512, kUnitAcross = kUnitColumns / kJobColumns;
 constexpr int kBlockUnits = kBlockTiles * kTileK / kUnitColumns;  // across a block of dH
+constexpr int kHead = 32;  // one of so many units is made before the products start
 
 struct KeptJob {
   int row, column;  // row -1: nothing to do
@@ -29,7 +30,7 @@ struct KeptShape {
   int together, band;    // blocks; units of rows
   int units, head;       // in order, some of them beyond the matrix; of them, those made by the kernel in front
 
-  __device__ __forceinline__ void set(const Kept& kept, const Shape& dh, const Problem& problem, int clusters) {
+  __device__ __forceinline__ void set(const Shape& dh, const Problem& problem, int clusters) {
     rows = dh.rows;
     store_rows = dh.store_rows;
     columns = problem.depth;
@@ -41,7 +42,7 @@ struct KeptShape {
     const int side_by_side = min(problem.group, dh.tiles_n);
     band = min(max((clusters / side_by_side * kCluster * kTileM + kUnitRows - 1) / kUnitRows, 1), max(groups, 1));
     units = (blocks + together - 1) / together * together * kBlockUnits * groups;
-    head = static_cast<int>(static_cast<int64_t>(groups) * across * kept.head / 64);
+    head = groups * across / kHead;
   }
   __device__ __forceinline__ int jobs(int of_units) const { return of_units * slices * kUnitAcross; }
 

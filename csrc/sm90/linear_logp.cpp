@@ -5,7 +5,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -146,12 +145,6 @@ class Tree {
   std::vector<std::pair<int64_t, Tensor>> finished_;
 };
 
-// For measurements: gradients of kept logits by a kernel of their own.
-bool apart() {
-  const char* value = std::getenv("RLK_SM90_GRADIENT_APART");
-  return value != nullptr && value[0] == '1';
-}
-
 // Gradients. kept: as above, becomes the gradient of its columns' logits, with their statistics `stats` [3, T, leaves]. The
 // logits of other columns are made again, a chunk of whole blocks of columns at a time: in the memory of `kept`, without it
 // within `workspace` bytes. Kept columns end with a block of a segment or with a segment. The gradient of the hidden states
@@ -195,7 +188,7 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
     }
   }
   // Gradients of kept logits are made beside the products of dh. By entropy they take more than the idle warps have time for.
-  const bool beside = kept_columns > 0 && need_hidden && !grad_entropy.has_value() && !apart();
+  const bool beside = kept_columns > 0 && need_hidden && !grad_entropy.has_value();
   const int64_t orders = 4 * (up(tokens, 256) / 256) * (up(width, 256) / 256);
   const int64_t jobs = beside ? kept_jobs(tokens, kept_columns) : 0;
   Tensor counters = new_tensor(picked, aoti_torch_dtype_int32(), {chunks * (4 + orders + jobs)});
