@@ -13,7 +13,7 @@ struct Rows {
   int columns = 0;    // columns at hand that are real vocabulary
   int leaves = 0;
   float *leaf_max = nullptr, *leaf_sum = nullptr, *leaf_mean = nullptr, *target_logit = nullptr;
-  const float* table = nullptr;  // [T, 8]: what the gradient of a row needs (row_table); gradient_in_place makes its own
+  const float* table = nullptr;  // [T, 8]: what the gradient of a row needs (row_table); others make their own
   // Of the T rows the first `*active - skipped` take part, all without a pointer.
   const int* active = nullptr;
   int skipped = 0;

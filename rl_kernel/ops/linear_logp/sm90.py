@@ -14,7 +14,7 @@ Backward, with state (m, log l, entropy) and upstream gradients g, all divided b
 One arithmetic, two schedules; bits do not tell them apart:
 
 * kept (:mod:`rl_kernel.ops.linear_logp.sm90_schedules`): the forward kernel also writes e; backward turns it into d in
-  place and multiplies. 6 THV operations, 2 bytes a logit of memory until backward has run. Taken when that fits
+  place while it multiplies. 6 THV operations, 2 bytes a logit of memory until backward has run. Taken when that fits
   :data:`WORKSPACE_BYTES`.
 * recompute: the forward kernel runs again over chunks of the vocabulary and writes d at once. 8 THV operations,
   workspace within :data:`WORKSPACE_BYTES`. What these chunks need in backward holds e of the first columns until
