@@ -163,6 +163,22 @@ part("linear_logp recompute, 8 segments")(functools.partial(both, 0, 8, False))
 part("linear_logp main_grad")(functools.partial(both, 512, None, True))
 
 
+@part("linear_logp kept, gradients beside the products")
+def beside() -> None:
+    """Without a gradient by entropy. 33 units of columns, the first one made in front of the products; two of rows."""
+    for tokens, rows in ((300, 16900), (1100, 8500)):
+        h, w = normal(tokens, 128, seed=1), normal(rows, 128, seed=2, scale=0.1)
+        t = torch.randint(0, rows, (tokens,), generator=torch.Generator().manual_seed(3)).cuda()
+        t[7:20] = -100
+        exact = [x.double().requires_grad_() for x in (h, w)]
+        z = torch.log_softmax(exact[0] @ exact[1].T / 0.7, -1)
+        (z.gather(1, t.clamp(min=0)[:, None])[:, 0] * (t >= 0)).sum().backward()
+        hidden, weight = h.requires_grad_(), w.requires_grad_()
+        linear_logp(hidden, weight, t, temperature=0.7, backend="sm90").logp.sum().backward()
+        for found, right in zip((hidden, weight), exact, strict=True):
+            close(grad(found), grad(right), 2**-5)
+
+
 @part("products with tokens as columns")
 def tokens_as_columns() -> None:
     """dH with tokens as columns of its tiles (176 and 2 x 160), and dW without the last zeros."""

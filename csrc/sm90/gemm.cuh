@@ -14,7 +14,8 @@
 //   kStatistics   statistics of the 128-column leaves of the vocabulary, and optionally bf16 exp(z - leaf_max)
 //   kGradient     bf16 gradient of the logits from merged statistics
 //   kStore        bf16 or fp32 output; the accumulators may continue from fp32 values, or k may be cut into blocks, and then
-//                 rows of A may be columns of the tile (tokens_as_columns.cuh)
+//                 rows of A may be columns of the tile (tokens_as_columns.cuh). Kept logits become the gradients that it
+//                 multiplies meanwhile, by the three other warps of the producer's warpgroup (kept_gradient.cuh)
 #pragma once
 #include "carried.cuh"
 #include "kept_gradient.cuh"

@@ -7,6 +7,7 @@
 namespace rlk::sm90 {
 namespace {
 
+static_assert(kUnitRows >= kJobUnitRows && kUnitColumns >= kJobUnitColumns, "kept_jobs counts the units");
 constexpr int kThreadsBefore = 256, kWarpsBefore = kThreadsBefore / 32;
 
 // The first `others` blocks write the table of rows, zeros, and what units lack; the others make the first units.
@@ -15,7 +16,6 @@ __global__ void __launch_bounds__(kThreadsBefore) before_products_kernel(
     float* table, int clusters, unsigned others) {
   __shared__ KeptShape shape;
   await_previous();
-  let_next_start();
   const Kept& kept = params.kept;
   const int active = static_cast<int>(max(active_of(rows.active, rows.skipped, INT_MAX), static_cast<int64_t>(0)));
   const bool makes = blockIdx.x >= others;
@@ -60,7 +60,7 @@ void before_products(const Params& params, const Rows& rows, const Upstream& ups
   const int64_t slices = ceil_div(std::min<int64_t>(tokens, kUnitRows), kJobRows);
   const int64_t jobs = units / kHead * slices * kUnitAcross;
   const unsigned others = blocks(tokens, kThreadsBefore);
-  const unsigned most = static_cast<unsigned>(clusters) * kCluster * 8;  // of 8 blocks on a processor
+  const unsigned most = static_cast<unsigned>(clusters) * kCluster * 3;  // of three blocks on a processor
   launch_dependent("gradients before products", before_products_kernel,
                    {others + std::min(blocks(jobs, kWarpsBefore), most), kThreadsBefore}, stream, params, rows, upstream, table,
                    clusters, others);

@@ -120,6 +120,7 @@ __device__ __forceinline__ void make_gradients(
       own |= (hit + 1) << 16;
     }
   }
+  __syncwarp();  // the target's value has been read
   char* from = reinterpret_cast<char*>(values + lane * 8);
   char* to = from;
   const bool inside = job.column + lane * 8 < shape.columns;
@@ -151,6 +152,12 @@ __device__ __forceinline__ int relaxed(const int* counter) {
   return value;
 }
 
+__device__ __forceinline__ void count_up_relaxed(int* counter) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+__device__ __forceinline__ void device_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // A warp of the product kernel. While it deals with a job it takes the next one, whose values come to the L2 while the stores
@@ -176,8 +183,9 @@ __device__ __forceinline__ void make_all_gradients(const Kept& kept, const KeptS
       if (job.row >= 0) prefetch(kept, shape, job, lane);
     }
     if (lane == 0) {
-      if (done >= 0) count_up(kept.left + done);
-      count_up(kept.finished);
+      device_fence();
+      if (done >= 0) count_up_relaxed(kept.left + done);
+      count_up_relaxed(kept.finished);
     }
     if (number >= jobs) return;
   }
@@ -224,7 +232,7 @@ __device__ __forceinline__ int await_gradients(const Kept& kept, const KeptShape
     ready = count_ready(group);
     if (two) ready = min(ready, count_ready(group + 1));
   } while (ready == 0 && !every);
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  device_fence();
   proxy_fence();
   if (every) return INT_MAX;
   return along_columns ? (at + ready) * kUnitColumns : (group + ready) * kUnitRows;

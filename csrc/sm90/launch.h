@@ -49,8 +49,12 @@ struct Backward {
   float* table = nullptr;
   int* jobs = nullptr;  // kept_jobs of them
 };
-inline int64_t kept_jobs(int64_t tokens, int64_t columns) { return 2 + (tokens + 1023) / 1024 * ((columns + 511) / 512); }
-// dh = dlogits weight and dw = dlogits^T hidden, in one launch.
+// Two counters, and one for each unit of kept logits.
+constexpr int64_t kJobUnitRows = 1024, kJobUnitColumns = 512;
+constexpr int64_t kept_jobs(int64_t tokens, int64_t columns) {
+  return 2 + (tokens + kJobUnitRows - 1) / kJobUnitRows * ((columns + kJobUnitColumns - 1) / kJobUnitColumns);
+}
+// dh = dlogits weight and dw = dlogits^T hidden, in one launch; with `kept` a kernel in front of it.
 void backward(Backward task, int* counter, cudaStream_t stream);
 
 // Rows whose target is not `ignore` are numbered 0 to *active - 1 in order ("slots"), the others follow.

@@ -22,7 +22,7 @@ int64_t up(int64_t count, int64_t multiple) { return (count + multiple - 1) / mu
 // The rows that take part ("slots"), as the memory of both operators holds them:
 //   ints  [64 + T]: the number of rows that take part, zeros (counters of launches); slot of each row or -1
 //   longs [2, T]:   row of each slot; its target
-//   reals [10, T]:  8 values a slot for gradients of logits made again (row_table); temperature; z of the target
+//   reals [10, T]:  8 values a slot for gradients of logits (row_table); temperature; z of the target
 struct Slots {
   int64_t tokens;
   int *active, *place;
@@ -297,7 +297,7 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
 
 // Of the clipped policy-gradient loss of out [5, T]: its value [], its gradients by logp [T] and, with entropy_weight, by
 // entropy [T, else 0], and sums of metrics [5] (TokenTerms). normalizer: one fp32 value on the GPU, else `scale` divides,
-// without either the number of rows that take part, below 2^24 all exact in fp32. ints: of the forward operator.
+// without either the number of rows that take part, up to 2^24 all exact in fp32. ints: of the forward operator.
 std::tuple<Tensor, Tensor, Tensor, Tensor> token_loss_op(Tensor out, Tensor ints, Tensor targets, int64_t ignore,
                                                          Tensor old_logp, Tensor advantages, Maybe mask, Maybe normalizer,
                                                          std::optional<double> scale, double low, double high,

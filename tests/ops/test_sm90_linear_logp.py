@@ -96,15 +96,16 @@ def test_schedules_and_backends_agree(shape, entropy):
     assert all(differing(a, b) for a, b in zip(wrong, kept, strict=True))
 
 
+@pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("segments", [2, 8])
-def test_segments_agree(segments):
+def test_segments_agree(segments, entropy):
     h, w, t = operands(*SHAPES[1])
-    common = {"grad_segments": segments, "global_vocab_size": SHAPES[1][3]}
+    common = {"grad_segments": segments, "global_vocab_size": SHAPES[1][3], "entropy": entropy}
     kept = both(h, w, t, **common)
     assert_same(both(h, w, t, mib=1, **common), kept)
     assert_same(some_kept(h, w, t, **common), kept)
     assert_same(both(h, w, t, backend="triton", **common), kept)
-    assert differing(both(h, w, t, global_vocab_size=SHAPES[1][3])[3], kept[3])
+    assert differing(both(h, w, t, global_vocab_size=SHAPES[1][3], entropy=entropy)[3], kept[3])
 
 
 @pytest.mark.parametrize("mib", [512, 20, 1])
@@ -122,9 +123,10 @@ def test_weight_alone_with_short_segments(mib):
     assert differing(torch.autograd.grad(other, y, upstream)[0], found[0][0])
 
 
-def test_carried_rows_with_some_kept():
+@pytest.mark.parametrize("entropy", [True, False])
+def test_carried_rows_with_some_kept(entropy):
     h, w, t = operands(796, 320, 40960, 40000)
-    common = {"temperature": mixed_temperature(len(t)), "global_vocab_size": 40000}
+    common = {"temperature": mixed_temperature(len(t)), "global_vocab_size": 40000, "entropy": entropy}
     kept = both(h, w, t, **common)
     assert_same(some_kept(h, w, t, **common), kept)
     wrong = some_kept(h, w, t, **{**common, "temperature": mixed_temperature(len(t)) * 1.0001})
@@ -315,16 +317,17 @@ def test_huge_logits():
 
 @pytest.mark.parametrize("share", [0.3, 0.97, 1.0])
 @pytest.mark.parametrize("mib", [512, 1])
-def test_ignored_rows_leave_no_trace(share, mib):
+@pytest.mark.parametrize("entropy", [True, False])
+def test_ignored_rows_leave_no_trace(share, mib, entropy):
     h, w, t = operands(*SHAPES[1])
     g = torch.Generator(device="cuda").manual_seed(3)
     ignored = torch.rand(len(t), device="cuda", generator=g) < share
     h[ignored] = float("nan")
     t = torch.where(ignored, -100, t)
     temperature = mixed_temperature(len(t))
-    found = both(h, w, t, mib=mib, temperature=temperature, global_vocab_size=SHAPES[1][3])
+    common = {"temperature": temperature, "global_vocab_size": SHAPES[1][3], "entropy": entropy}
+    found = both(h, w, t, mib=mib, **common)
     clean = torch.where(ignored[:, None], 0, h)
-    common = {"temperature": temperature, "global_vocab_size": SHAPES[1][3]}
     assert_same(both(clean, w, t, backend="triton", **common), found)
     assert not any(x[ignored].count_nonzero() for x in found[:4]) and (share < 1 or not found[4].count_nonzero())
 

@@ -88,7 +88,7 @@ class Slots:
 
     Attributes:
         ints: [64 + T] int32, longs: [2, T] int64, reals: [10, T] fp32: the memory of what the properties name, and in
-            the first eight rows of ``reals`` room for what a gradient from recomputed logits needs.
+            the first eight rows of ``reals`` room for what gradients of logits need.
         hidden: [T, H] by slot.
         tempered: whether the call has a temperature.
     """
