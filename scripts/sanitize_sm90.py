@@ -167,7 +167,7 @@ part("linear_logp main_grad")(functools.partial(both, 512, None, True))
 def beside() -> None:
     """Without a gradient by entropy. 33 units of columns, the first one made in front of the products; two of rows."""
     for tokens, rows in ((300, 16900), (1100, 8500)):
-        h, w = normal(tokens, 128, seed=1), normal(rows, 128, seed=2, scale=0.1)
+        h, w = normal(tokens, 64, seed=1), normal(rows, 64, seed=2, scale=0.1)
         t = torch.randint(0, rows, (tokens,), generator=torch.Generator().manual_seed(3)).cuda()
         t[7:20] = -100
         exact = [x.double().requires_grad_() for x in (h, w)]

@@ -52,12 +52,13 @@ __global__ void __cluster_dims__(kTokenBlocks, 1, 1) __launch_bounds__(kTokenThr
   __shared__ float parts[kSums][kTokenWarps];
   __shared__ uint64_t barrier;  // of the first block: all parts are there
   const int rank = static_cast<int>(cluster_rank()), lane = threadIdx.x % 32, own = threadIdx.x / 32;
-  if (rank == 0 && threadIdx.x == 0) {
+  const bool opens = rank == 0 && threadIdx.x == 0;
+  if (opens) {
     barrier_init(smem_address(&barrier), 1);
-    barrier_expect(smem_address(&barrier), sizeof(parts));
     barrier_init_fence();
   }
   cluster_sync();
+  if (opens) barrier_expect(smem_address(&barrier), sizeof(parts));
   await_previous();
   let_next_start();
   const int warp = own * kTokenBlocks + rank;
