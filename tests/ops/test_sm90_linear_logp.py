@@ -16,23 +16,12 @@ from rl_kernel.ops.linear_logp import linear_logp, lm_head, sm90, sm90_schedules
 from rl_kernel.ops.logp.op import logp
 from rl_kernel.ops.logp.vocab_tree import VocabLayout
 from tests.ops.gpu_harness import differing, where
+from tests.ops.sm90_harness import SHAPES, assert_same, operands
 
 pytestmark = pytest.mark.gpu
-# tokens, hidden, rows of the weight, global vocabulary
-SHAPES = [(300, 512, 5120, 5003), (1000, 320, 40960, 40000), (129, 128, 1024, 777), (513, 1024, 20000, 20000)]
 MISSING = sm90.supports(registry.Request("linear_logp", "sm90", torch.bfloat16))
 if MISSING:
     pytest.skip(MISSING, allow_module_level=True)
-
-
-def operands(tokens, hidden, rows, vocabulary, seed=0):
-    g = torch.Generator(device="cuda").manual_seed(seed)
-    w = torch.empty(rows, hidden, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02, generator=g)
-    t = torch.randint(0, vocabulary, (tokens,), device="cuda", generator=g)
-    row = w[t].float()
-    lift = torch.empty(tokens, 1, device="cuda").uniform_(0, 15, generator=g)
-    h = torch.randn(tokens, hidden, device="cuda", generator=g) + lift * row / row.pow(2).sum(-1, keepdim=True)
-    return h.bfloat16(), w, t
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +55,6 @@ def some_kept(h, w, t, **arguments):
         found = both(h, w, t, mib=2 * len(t) * len(w) * 2 // 3 >> 20, **arguments)
     assert 0 < met[0] < arguments["global_vocab_size"], met
     return found
-
-
-def assert_same(left, right):
-    assert [differing(a, b) for a, b in zip(left, right, strict=True)] == [0] * len(left)
 
 
 def mixed_temperature(tokens):

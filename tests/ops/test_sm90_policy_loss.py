@@ -5,12 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_kernel.ops.linear_logp import sm90_schedules
+pytest.importorskip("triton")
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs an H100 or H200", allow_module_level=True)
+
+from rl_kernel import registry
+from rl_kernel.ops.linear_logp import sm90, sm90_schedules
 from rl_kernel.ops.linear_logp.policy import linear_policy_loss
 from tests.ops.gpu_harness import differing
-from tests.ops.test_sm90_linear_logp import SHAPES, assert_same, operands
+from tests.ops.sm90_harness import SHAPES, assert_same, operands
 
 pytestmark = pytest.mark.gpu
+MISSING = sm90.supports(registry.Request("linear_logp", "sm90", torch.bfloat16))
+if MISSING:
+    pytest.skip(MISSING, allow_module_level=True)
 
 
 @pytest.mark.parametrize("chunk", [None, 256])
