@@ -7,7 +7,6 @@
 namespace rlk::sm90 {
 namespace {
 
-static_assert(kUnitRows >= kJobUnitRows && kUnitColumns >= kJobUnitColumns, "kept_jobs counts the units");
 constexpr int kThreadsBefore = 256, kWarpsBefore = kThreadsBefore / 32;
 
 // The first `others` blocks write the table of rows, zeros, and what units lack; the others make the first units.

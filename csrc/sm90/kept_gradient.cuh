@@ -8,11 +8,12 @@
 // units, with all processors: the tiles start at once, and the warps need not keep up with them (kept_gradient.cu).
 #pragma once
 #include "epilogue.cuh"
+#include "launch.h"
 
 namespace rlk::sm90 {
 
 constexpr int kJobRows = 32, kJobColumns = 2 * kLeaf;
-constexpr int kUnitRows = 1024, kUnitColumns = 512, kUnitAcross = kUnitColumns / kJobColumns;
+constexpr int kUnitRows = kKeptUnitRows, kUnitColumns = kKeptUnitColumns, kUnitAcross = kUnitColumns / kJobColumns;
 constexpr int kBlockUnits = kBlockTiles * kTileK / kUnitColumns;  // across a block of dH
 constexpr int kHead = 32;  // one of so many units is made before the products start
 
@@ -74,7 +75,7 @@ struct KeptShape {
   }
 };
 
-// As gradients_of_chunk, without entropy and target.
+// As gradients_of_chunk without entropy and target, a word at a time: eight values at once are too many registers here.
 __device__ __forceinline__ void scale(uint4& packed, float factor, float weight) {
   uint32_t* words = reinterpret_cast<uint32_t*>(&packed);
 #pragma unroll

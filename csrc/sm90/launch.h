@@ -49,10 +49,10 @@ struct Backward {
   float* table = nullptr;
   int* jobs = nullptr;  // kept_jobs of them
 };
-// Two counters, and one for each unit of kept logits.
-constexpr int64_t kJobUnitRows = 1024, kJobUnitColumns = 512;
+// Two counters, and one for each unit of kept logits (kept_gradient.cuh).
+constexpr int kKeptUnitRows = 1024, kKeptUnitColumns = 512;
 constexpr int64_t kept_jobs(int64_t tokens, int64_t columns) {
-  return 2 + (tokens + kJobUnitRows - 1) / kJobUnitRows * ((columns + kJobUnitColumns - 1) / kJobUnitColumns);
+  return 2 + (tokens + kKeptUnitRows - 1) / kKeptUnitRows * ((columns + kKeptUnitColumns - 1) / kKeptUnitColumns);
 }
 // dh = dlogits weight and dw = dlogits^T hidden, in one launch; with `kept` a kernel in front of it.
 void backward(Backward task, int* counter, cudaStream_t stream);

@@ -187,7 +187,7 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
       ++chunks;
     }
   }
-  // Gradients of kept logits are made beside the products of dh. By entropy they take more than the idle warps have time for.
+  // Gradients of kept logits are made beside the products of dh; those by entropy, which take a logarithm each, in front.
   const bool beside = kept_columns > 0 && need_hidden && !grad_entropy.has_value();
   const int64_t orders = 4 * (up(tokens, 256) / 256) * (up(width, 256) / 256);
   const int64_t jobs = beside ? kept_jobs(tokens, kept_columns) : 0;
@@ -284,7 +284,7 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
         task.dh = sums, task.dw = own;
         backward(task, counter + 1, stream);
       }
-      upstream.zero_count = 0;
+      upstream.zero_count = 0;  // the first kernel in front has set the zeros of all chunks
     }
     if (need_hidden) tree.push(total, joins ? 2 : 1);
   }

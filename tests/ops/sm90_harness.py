@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.ops.gpu_harness import differing
 
 # tokens, hidden, rows of the weight, global vocabulary
 SHAPES = [(300, 512, 5120, 5003), (1000, 320, 40960, 40000), (129, 128, 1024, 777), (513, 1024, 20000, 20000)]
+
+
+def need_hopper():
+    """Skips the test module that calls this where linear_logp of csrc/sm90 cannot run."""
+    pytest.importorskip("triton")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an H100 or H200", allow_module_level=True)
+    from rl_kernel import registry
+    from rl_kernel.ops.linear_logp import sm90
+
+    if missing := sm90.supports(registry.Request("linear_logp", "sm90", torch.bfloat16)):
+        pytest.skip(missing, allow_module_level=True)
 
 
 def operands(tokens, hidden, rows, vocabulary, seed=0):

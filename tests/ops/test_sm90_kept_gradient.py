@@ -7,19 +7,14 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("triton")
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an H100 or H200", allow_module_level=True)
-
-from rl_kernel import registry
 from rl_kernel.contract import VOCAB_LEAF
 from rl_kernel.ops.linear_logp import sm90
 from tests.ops.gpu_harness import differing
+from tests.ops.sm90_harness import need_hopper
+
+need_hopper()
 
 pytestmark = pytest.mark.gpu
-MISSING = sm90.supports(registry.Request("linear_logp", "sm90", torch.bfloat16))
-if MISSING:
-    pytest.skip(MISSING, allow_module_level=True)
 
 # tokens, hidden, vocabulary, share of ignored rows, segments. Units of work are 1024 x 512, in jobs of 32 x 256.
 CASES = [
@@ -65,14 +60,20 @@ def beside(weight, slots, stats, out, kept, upstream, segments):
     return kept, dh, dw
 
 
-def apart(weight, slots, stats, out, kept, upstream, segments):
-    kept, columns = kept.clone(), weight.shape[0]
-    sm90.make_gradients(kept[:, :columns], stats, out, upstream, slots, 0)
+def kept_products(weight, slots, stats, out, kept, upstream, segments):
+    """The same of values as they are."""
+    columns, (count, size) = weight.shape[0], segments
     dw = sm90.new_weight_gradient(weight, columns)
-    count, size = segments
     ranges = [(min(i * size, columns), min((i + 1) * size, columns)) for i in range(count)]
     dh = sm90.both_products(slots.hidden, weight, kept[:, :columns], ranges, dw, None, slots.active, 0)
     return kept, dh, dw
+
+
+def apart(weight, slots, stats, out, kept, upstream, segments):
+    """The same by a pass of its own in front of the products."""
+    kept = kept.clone()
+    sm90.make_gradients(kept[:, : weight.shape[0]], stats, out, upstream, slots, 0)
+    return kept_products(weight, slots, stats, out, kept, upstream, segments)
 
 
 def different(left, right, active):
@@ -98,10 +99,12 @@ def test_equals_a_pass_of_its_own(tokens, width, columns, share, segments):
 
 
 def test_nothing_is_read_before_it_is_made():
-    """Many passes over memory that holds other values in between, so that a tile that comes too early shows."""
+    """Many passes over values that are not gradients yet: a tile that comes too early multiplies those, which shows."""
     made = kept_logits(796, 1024, 36000, 0.1)
     cut, active = of_segments(36000, 1), int(made[1].active[0])
     right = apart(*made, cut)
+    early = kept_products(*made, cut)  # before any of them is a gradient
+    assert min(different(early, right, active)) > 0
     for _ in range(100):
         assert different(beside(*made, cut), right, active) == [0, 0, 0]
 
@@ -111,6 +114,8 @@ def test_values_that_are_not_finite_stay_in_their_rows():
     kept = made[4]
     kept[3, 5], kept[700, 19000] = math.nan, math.inf
     kept[1050] = -0.0
-    right = apart(*made, (1, 20000))
+    found, right = beside(*made, (1, 20000)), apart(*made, (1, 20000))
     assert bool(right[1][3].isnan().any()) and not bool(right[1][4].isnan().any())
-    assert different(beside(*made, (1, 20000)), right, 1100) == [0, 0, 0]
+    assert different(found, right, 1100) == [0, 0, 0]
+    kept[1050] = 0.0  # its gradients have the other sign of zero
+    assert different(beside(*made, (1, 20000)), right, 1100)[0] > 0

@@ -5,23 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("triton")
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs an H100 or H200", allow_module_level=True)
-
-from rl_kernel import registry
 from rl_kernel.contract import VOCAB_BLOCK
 from rl_kernel.errors import ContractError
 from rl_kernel.ops.linear_logp import linear_logp, lm_head, sm90, sm90_schedules
 from rl_kernel.ops.logp.op import logp
 from rl_kernel.ops.logp.vocab_tree import VocabLayout
 from tests.ops.gpu_harness import differing, where
-from tests.ops.sm90_harness import SHAPES, assert_same, operands
+from tests.ops.sm90_harness import SHAPES, assert_same, need_hopper, operands
+
+need_hopper()
 
 pytestmark = pytest.mark.gpu
-MISSING = sm90.supports(registry.Request("linear_logp", "sm90", torch.bfloat16))
-if MISSING:
-    pytest.skip(MISSING, allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)
