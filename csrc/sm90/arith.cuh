@@ -54,6 +54,11 @@ struct LeafGrad {
   }
 };
 
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
 // 8 kept bf16 values of one leaf become gradients; hit is the target's place among them, if it is.
 __device__ __forceinline__ void gradients_of_chunk(uint4& packed, int64_t hit, const LeafGrad& leaf, const RowGrad& row) {
   uint32_t* words = reinterpret_cast<uint32_t*>(&packed);

@@ -6,44 +6,13 @@
 // memory through which kept values leave holds the carried rows as well (32 x 64 a stage), so that values leave 8 rows at a
 // time instead of 16.
 #pragma once
-#include "epilogue.cuh"
+#include "leaf.cuh"
 #include "wgmma_narrow.cuh"
 
 namespace rlk::sm90 {
 
 constexpr int kBytesCarriedStaging = kCarried * kLeaf * 4;  // stagers of all eight consumer warps, or carried logits
-static_assert(kStages * kBytesCarried + kBytesCarriedStaging <= 2 * kBytesStaging);
-
-// As Stager, 8 x 128 bf16 at a time.
-struct NarrowStager {
-  static constexpr int kRows = 8;
-  uint32_t address;  // 2 KiB
-  int lane;
-
-  __device__ __forceinline__ void begin() const { __syncwarp(); }
-  __device__ __forceinline__ void put(int j, int, const uint32_t (&value)[4]) const {
-    store_matrices(address + lane % 8 * 256 + (((j + lane / 8) ^ (lane % 8)) * 16), value);
-  }
-  // As Stager's, without branches.
-  __device__ __forceinline__ void flush(
-      __nv_bfloat16* out, int64_t stride, int rows, int cols, int row, int column) const {
-    __syncwarp();
-    const int chunk = lane % 16, at = column + chunk * 8;
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      const int r = 2 * i + lane / 16;
-      uint4 value;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                   : "r"(address + r * 256 + ((chunk ^ r) * 16))
-                   : "memory");
-      asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}"
-                   ::"l"(out + static_cast<int64_t>(row + r) * stride + at), "r"(value.x), "r"(value.y), "r"(value.z),
-                     "r"(value.w), "r"(static_cast<int>((row + r < rows) & (at < cols)))
-                   : "memory");
-    }
-  }
-};
+static_assert(kBytesCarriedStaging == 8 * BulkStager<8>::kBytes);
 
 // A consumer warpgroup's part of the carried rows' products.
 struct Carried {
@@ -51,6 +20,7 @@ struct Carried {
   uint32_t leaf, rows;  // shared memory: this warpgroup's rows of B and the carried rows, of the first stage
   bool now;             // in this tile
 
+  template <typename Ring>
   __device__ __forceinline__ void operator()(const Ring& at, int k, bool continued) const {
     const uint64_t a = descriptor(leaf + at.stage * kBytesStage, 8192, 1024);
     const uint64_t b = descriptor(rows + at.stage * kBytesCarried, 8192, 1024);
@@ -62,20 +32,20 @@ struct Carried {
 // logits meet in the memory of their stagers, then each warp has four rows, a lane four adjacent columns. A warp's rows lie in
 // its own stager's memory: when it has read them it may stage again.
 __device__ __forceinline__ void carried_leaf(
-    const Carried& carried, const Tile& tile, uint32_t rank, const Vocabulary& v, uint32_t staging, int group, int thread) {
-  const Shape& shape = *tile.shape;
-  const Problem& problem = *tile.problem;
+    const Carried& carried, int tile_n, uint32_t rank, int tiled, int rows, const Problem& problem, const Vocabulary& v,
+    uint32_t staging, int group, int thread) {
   const int lane = thread % 32, warp = group * 4 + thread / 32;
-  const int first = tile.n + static_cast<int>(rank) * kLeaf, row = shape.tiled() + warp * 4;
+  const int first = tile_n + static_cast<int>(rank) * kLeaf, row = tiled + warp * 4;
   // Lane i of four knows row i's target and temperature.
   int target = -1;
   float temperature = 1.0f;
-  if (row + lane % 4 < shape.rows) {
+  if (row + lane % 4 < rows) {
     const int64_t column = v.targets[row + lane % 4] - v.start - first;
     if (column >= 0 && column < min(kLeaf, v.columns - first)) target = static_cast<int>(column);
     if (v.temperatures != nullptr) temperature = v.temperatures[row + lane % 4];
   }
-  named_barrier(1, 256);  // all warps have read what they had there
+  if (lane == 0) stores_have_read();
+  named_barrier(1, 256);  // all warps have read what they had there, and so have their stores
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const int to = i / 4 * 8 + lane % 4 * 2 + i % 2, column = warp * 16 + lane / 4 + i / 2 % 2 * 8;
@@ -84,7 +54,7 @@ __device__ __forceinline__ void carried_leaf(
                  : "memory");
   }
   named_barrier(1, 256);
-  if (row >= shape.rows) return;  // a whole warp
+  if (row >= rows) return;  // a whole warp
   float x[4][4], maxima[4], sums[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -127,7 +97,7 @@ __device__ __forceinline__ void carried_leaf(
     }
     sums[i] = swap_add(__fadd_rn(__fadd_rn(e[0], e[1]), __fadd_rn(e[2], e[3])),
                        __fadd_rn(__fadd_rn(product[0], product[1]), __fadd_rn(product[2], product[3])), lane & 1, 1);
-    if (tile.n < v.keep && row + i < shape.rows && column / 8 * 8 < problem.cols) {
+    if (tile_n < v.keep && row + i < rows && column / 8 * 8 < problem.cols) {
       *reinterpret_cast<uint2*>(problem.out + (row + i) * problem.out_stride + column) =
           make_uint2(pack(e[0], e[1]), pack(e[2], e[3]));
     }
@@ -138,7 +108,7 @@ __device__ __forceinline__ void carried_leaf(
   sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 16));
   const float low = lane & 2 ? maxima[1] : maxima[0], high = lane & 2 ? maxima[3] : maxima[2];
   const int own = row + lane / 2, leaf = first / kLeaf;
-  if (lane < 8 && own < shape.rows && leaf < v.leaves) {
+  if (lane < 8 && own < rows && leaf < v.leaves) {
     const int64_t at = static_cast<int64_t>(own) * v.leaves + leaf;
     (lane & 1 ? v.leaf_mean : v.leaf_sum)[at] = sum;
     if (!(lane & 1)) v.leaf_max[at] = lane & 4 ? high : low;

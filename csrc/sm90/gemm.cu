@@ -1,4 +1,5 @@
 // Tensor maps and launches of the matrix-product kernels.
+#include "gemm.cuh"
 #include "gemm_launch.cuh"
 
 namespace rlk::sm90 {
@@ -71,14 +72,19 @@ Vocabulary vocabulary(const Rows& rows, int64_t keep) {
   return v;
 }
 
-Params logits_params(const Matrix& hidden, const Matrix& weight, const Rows& rows, const Matrix& out, int* counter) {
+// statistics: else gradients.
+Params logits_params(const Matrix& hidden, const Matrix& weight, const Rows& rows, const Matrix& out, bool statistics,
+                     int* counter) {
   Params params{};
   Problem& problem = params.problem[0];
   problem.a = tensor_map(hidden, kTileK, kTileM);
   problem.b = tensor_map(weight, kTileK, kTileN / kCluster);
   params.carried = tensor_map(hidden, kTileK, kCarried / kCluster);
-  output(problem, out);
   shape(problem, hidden.rows, weight.rows, hidden.cols, kRows);
+  output(problem, out);
+  if (out.data != nullptr) {  // up to 7 columns of padding are written
+    params.stores = tensor_map({out.data, out.rows, out.stride, out.stride}, kLeaf / 2, statistics && may_carry(problem) ? 8 : 16);
+  }
   params.problems = 1;
   params.vocabulary = vocabulary(rows, out.data != nullptr ? out.cols : 0);
   params.active = rows.active;
@@ -91,13 +97,26 @@ Params logits_params(const Matrix& hidden, const Matrix& weight, const Rows& row
 
 void statistics(Matrix hidden, Matrix weight, Rows rows, Matrix kept, int* counter, cudaStream_t stream) {
   if (hidden.rows == 0 || weight.rows == 0) return;
-  launch_statistics(logits_params(hidden, weight, rows, kept, counter), stream);
+  launch_statistics(logits_params(hidden, weight, rows, kept, true, counter), stream);
 }
 
 void recompute(Matrix hidden, Matrix weight, Rows rows, Matrix dlogits, int* counter, cudaStream_t stream) {
   if (hidden.rows == 0 || weight.rows == 0) return;
-  launch_gradient(logits_params(hidden, weight, rows, dlogits, counter), stream);
+  launch_gradient(logits_params(hidden, weight, rows, dlogits, false, counter), stream);
 }
+
+namespace {
+
+template <int End>
+void launch(const Params& params, cudaStream_t stream) {
+  once_a_device([](int) {
+    check(cudaFuncSetAttribute(gemm_kernel<End>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared), "shared memory");
+    return 0;
+  });
+  launch_clusters(gemm_kernel<End>, params, kThreads, kBytesShared, stream);
+}
+
+}  // namespace
 
 void backward(Backward task, int* counter, cudaStream_t stream) {
   const int64_t tokens = task.hidden.rows, width = task.hidden.cols, vocabulary_size = task.dlogits.cols;
@@ -146,18 +165,18 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     problem.init = task.dw_init;
     problem.output = task.dw_output;
     problem.out_float = static_cast<float*>(task.dw);
-    output(problem, {task.dw, vocabulary_size, width, width});
+    if (problem.output == kBf16) params.stores = tensor_map({task.dw, vocabulary_size, width, width}, kLeaf / 2, 16);
   }
   if (task.kept != nullptr) {
     before_products(params, *task.kept, *task.upstream, task.table, clusters_of(params), stream);
   }
   // The halves of a tile of dw end apart where it has tiles of k enough, or takes a few of zeros as well because few rows
   // take part.
-  if (task.dw != nullptr && task.dw_init == nullptr && tokens > 2 * kEdge * kTileK) {
-    params.problem[params.problems - 1].least = 2 * kEdge + 1;
-    launch<kStore, kEdge>(params, stream);
+  if (task.dw != nullptr && task.dw_init == nullptr && tokens > (kBegin + kWeightEnd) * kTileK) {
+    params.problem[params.problems - 1].least = kBegin + kWeightEnd + 1;
+    launch<kWeightEnd>(params, stream);
   } else {
-    launch<kStore, 0>(params, stream);
+    launch<0>(params, stream);
   }
 }
 

@@ -1,7 +1,7 @@
-#include "gemm_launch.cuh"
+#include "logits_launch.cuh"
 
 namespace rlk::sm90 {
 
-void launch_gradient(const Params& params, cudaStream_t stream) { launch_overlapped<kGradient>(params, stream); }
+void launch_gradient(const Params& params, cudaStream_t stream) { launch_logits<kGradient, true>(params, stream); }
 
 }  // namespace rlk::sm90

@@ -1,6 +1,6 @@
 // Launch of one matrix-product kernel. Kinds of epilogue are compiled in files of their own, side by side.
 #pragma once
-#include "gemm.cuh"
+#include "halves.cuh"
 #include "tensor_map.h"
 
 #include <algorithm>
@@ -31,29 +31,24 @@ inline int clusters_of(const Params& params) {
   return static_cast<int>(std::min<int64_t>(processors / kCluster, count));
 }
 
-template <int Kind, int Edge, bool Carry = false>
-void launch(const Params& params, cudaStream_t stream) {
-  once_a_device([](int) {
-    check(cudaFuncSetAttribute(gemm_kernel<Kind, Edge, Carry>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared),
-          "shared memory");
-    return 0;
-  });
+template <typename Kernel>
+void launch_clusters(Kernel kernel, const Params& params, int threads, int bytes, cudaStream_t stream) {
   const int clusters = clusters_of(params);
   if (clusters == 0) return;
-  gemm_kernel<Kind, Edge, Carry><<<clusters * kCluster, kThreads, kBytesShared, stream>>>(params);
+  kernel<<<clusters * kCluster, threads, bytes, stream>>>(params);
   check(cudaGetLastError(), "matrix product launch");
 }
 
-// Tiles of k at either end of a tile whose halves are multiplied one after the other.
-constexpr int kEdge = 2;
+// Tiles of k at the end of a tile whose halves are multiplied one after the other (halves.cuh).
+constexpr int kLogitsEnd = 2, kWeightEnd = 1;
 
-template <int Kind>
-void launch_overlapped(const Params& params, cudaStream_t stream) {
-  if (ceil_div(params.problem[0].depth, kTileK) > 2 * kEdge) {
-    launch<Kind, kEdge>(params, stream);
-  } else {
-    launch<Kind, 0>(params, stream);
-  }
+// Whether the halves of tiles of logits end apart.
+inline bool logits_apart(const Problem& problem) { return ceil_div(problem.depth, kTileK) > kBegin + kLogitsEnd; }
+
+// Whether the rows of statistics may be carried along (carried.cuh).
+inline bool may_carry(const Problem& problem) {
+  const int rest = problem.rows % kTileM;
+  return problem.rows >= kCluster * kTileM && rest > 0 && rest <= kCarried && logits_apart(problem);
 }
 
 }  // namespace rlk::sm90

@@ -1,15 +1,26 @@
-#include "gemm_launch.cuh"
+#include "logits_launch.cuh"
 
 namespace rlk::sm90 {
 
+namespace {
+
 // Which rows take part is known on the GPU alone: with fewer of them the kernel that may carry finds that it does not.
-void launch_statistics(const Params& params, cudaStream_t stream) {
-  const Problem& problem = params.problem[0];
-  const int rest = problem.rows % kTileM;
-  if (problem.rows >= kCluster * kTileM && rest > 0 && rest <= kCarried && ceil_div(problem.depth, kTileK) > 2 * kEdge) {
-    launch<kStatistics, kEdge, true>(params, stream);
+template <bool Stores>
+void launch(const Params& params, cudaStream_t stream) {
+  if (may_carry(params.problem[0])) {
+    launch_logits<kStatistics, kLogitsEnd, true, Stores>(params, stream);
   } else {
-    launch_overlapped<kStatistics>(params, stream);
+    launch_logits<kStatistics, Stores>(params, stream);
+  }
+}
+
+}  // namespace
+
+void launch_statistics(const Params& params, cudaStream_t stream) {
+  if (params.vocabulary.keep > 0) {
+    launch<true>(params, stream);
+  } else {
+    launch<false>(params, stream);
   }
 }
 

@@ -10,7 +10,6 @@ namespace rlk::sm90 {
 constexpr int kTileM = 128, kTileN = 256, kTileK = 64, kStages = 4, kCluster = 2, kThreads = 384;
 constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2, kBytesStage = kBytesA + kBytesB;
 constexpr int kBytesStaging = 64 * kLeaf * 2;  // for one consumer warpgroup
-constexpr int kTileSlots = 2;
 // Rows beyond whole tiles of rows, up to so many, that a tile with sharing may carry along (carried.cuh).
 constexpr int kCarried = 32, kBytesCarried = kCarried * kTileK * 2;
 constexpr int kBytesShared = kStages * kBytesStage + 2 * kBytesStaging + 256 + 1024;
@@ -38,7 +37,7 @@ __host__ __device__ __forceinline__ int tokens_a_tile(int rows, int most) {
 struct Problem {
   CUtensorMap a, b;
   CUtensorMap tokens;       // kBlocks: A in boxes of `box` rows, for tiles with tokens as columns
-  __nv_bfloat16* out;       // kBf16: [M, N]
+  __nv_bfloat16* out;       // logits: [M, N], stored row by row where rows are carried
   int64_t out_stride;
   int rows, cols, depth;    // M, N, K
   int group;                // tiles of 256 columns side by side in the raster; even
@@ -85,7 +84,8 @@ struct Params {
   int skipped;             // of them, rows in front of this problem's first one
   int* counter;            // zero at launch
   Kept kept;               // of kernels that store
-  CUtensorMap carried;     // A of problem 0 in boxes of half the carried rows; only of kernels that may carry
+  CUtensorMap carried;     // logits: A of problem 0 in boxes of half the carried rows
+  CUtensorMap stores;      // logits: bf16 output in boxes of 64 columns and the rows that a warp stores at a time
 };
 
 // Sizes of a problem, known when the kernel starts. Tiles are numbered over clusters.
@@ -173,6 +173,45 @@ __device__ __forceinline__ Tile locate(const Params& params, const Shape* shapes
   }
   return tile;
 }
+
+// A tile as the scheduler broadcasts it to a block: its first row, below which flags lie, and its first column. kEnd: there is
+// none. kLocate: its number in the raster instead.
+struct TileAt {
+  static constexpr int kShares = 1, kCarries = 2, kEnd = 4, kLocate = 8;
+  static_assert(kCluster == 2);
+  int row, column;
+
+  __device__ __forceinline__ static TileAt of(const Tile& tile, int flags = 0) {
+    return {tile.m | (tile.shares ? kShares : 0) | flags, tile.n};
+  }
+  // Where the second block's part lies, of the first block's.
+  __device__ __forceinline__ TileAt next_to() const {
+    return is(kShares) ? TileAt{row + kTileM, column} : TileAt{row, column + kTileN};
+  }
+  __device__ __forceinline__ bool is(int flag) const { return row & flag; }
+  __device__ __forceinline__ int m() const { return row & ~(kTileM - 1); }
+};
+
+// Its place in the shared memory of each block, as addresses: the tile, and barriers. Initialised for one sender, and for as many
+// readers as all warps and threads that read.
+struct Broadcast {
+  uint32_t at, full, empty;
+
+  // By one thread or a whole warp. The next tile is sent when all have read this one.
+  template <bool Alone>
+  __device__ __forceinline__ TileAt next(uint32_t& phase) const {
+    barrier_wait(full, phase);
+    const int2 value = read_shared_pair(at);
+    if constexpr (!Alone) __syncwarp();
+    if (Alone || threadIdx.x % 32 == 0) barrier_arrive(empty, 0);
+    phase ^= 1;
+    return {value.x, value.y};
+  }
+  __device__ __forceinline__ void send(const TileAt& tile, uint32_t rank) const {
+    barrier_expect_remote(full, 8, rank);
+    store_remote_pair(at, tile.row, tile.column, full, rank);
+  }
+};
 
 template <int Deep>
 struct RingOf {

@@ -18,6 +18,11 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 }
 
 // Asked for where it is needed rather than kept in a register, with all the addresses made of it.
+__device__ __forceinline__ int thread_now() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 __device__ __forceinline__ int lane_now() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -81,6 +86,12 @@ __device__ __forceinline__ int read_shared(uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ int2 read_shared_pair(uint32_t address) {
+  uint64_t value;
+  asm volatile("ld.acquire.cta.shared::cta.b64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+  return make_int2(static_cast<int>(value), static_cast<int>(value >> 32));
+}
+
 // Store 4 bytes to the same offset in member `rank`, completing 4 bytes of the transaction count of its `barrier`.
 __device__ __forceinline__ void store_remote(uint32_t address, uint32_t value, uint32_t barrier, uint32_t rank) {
   asm volatile(
@@ -89,6 +100,17 @@ __device__ __forceinline__ void store_remote(uint32_t address, uint32_t value, u
       "mapa.shared::cluster.u32 bar, %2, %3;\n"
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %1, [bar];\n}" ::"r"(address),
       "r"(value), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_remote_pair(uint32_t address, int x, int y, uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 to, bar;\n"
+      "mapa.shared::cluster.u32 to, %0, %3;\n"
+      "mapa.shared::cluster.u32 bar, %2, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [to], %1, [bar];\n}" ::"r"(address),
+      "l"(static_cast<uint64_t>(static_cast<uint32_t>(x)) | static_cast<uint64_t>(static_cast<uint32_t>(y)) << 32),
+      "r"(barrier), "r"(rank)
       : "memory");
 }
 

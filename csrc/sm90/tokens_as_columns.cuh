@@ -122,7 +122,7 @@ struct Turner {
 
 // As store_block, for both halves.
 __device__ __forceinline__ void store_tokens(
-    const float (&left)[64], const float (&right)[64], const Tile& tile, uint32_t rank, const Stager& stager, int group,
+    const float (&left)[64], const float (&right)[64], const Tile& tile, uint32_t rank, uint32_t memory, int group,
     int thread) {
   const int lane = lane_now();
   const Problem& problem = *tile.problem;
@@ -132,7 +132,7 @@ __device__ __forceinline__ void store_tokens(
   const int value = tile.m + group * 64 + thread / 32 * 16 + lane % 4 * 4;  // cols is a multiple of 8
   const int tokens = value < cols ? min(tile.shape->rows, tile.n + tile.shape->tokens) - token : 0;
   float* first = problem.out_float + static_cast<int64_t>(token) * cols + value;
-  const Turner turner{stager.address, lane, first, tokens, cols};
+  const Turner turner{memory, lane, first, tokens, cols};
   if (tile.block > 0 || problem.continues != 0) {
     turner.store<true>(left, right);
   } else {

@@ -88,9 +88,7 @@ def test_compiles_without_spills(tmp_path, name):
     assert not [found for kernel in kernels for found in overtaken(kernel)]
     # Copies to global memory start when what was written for them is visible to them, and have read it before the end.
     for *stores, after in [kernel.split("UTMACMDFLUSH") for kernel in kernels]:
-        assert all(
-            re.search(r"STSM(?:(?!STSM).)*FENCE\.VIEW\.ASYNC(?:(?!STSM).)*UTMASTG", part, re.S) for part in stores
-        )
+        assert all(re.search(r"FENCE\.VIEW\.ASYNC(?:(?!STSM).)*UTMASTG", part, re.S) for part in stores)
         assert not stores or "DEPBAR.LE SB0, 0x0" in after
     # Kernels that may start before the one in front has ended wait for it ahead of their first access to memory.
     source = (SOURCES / f"{name}.cu").read_text(encoding="utf-8")
@@ -102,7 +100,7 @@ def test_compiles_without_spills(tmp_path, name):
         assert waits and not re.search(r"\b(LDG?|STG?|ATOM\w*|RED\w*)\.", before), kernel[:100]
     if name.startswith("gemm"):
         products = sum(kernel.count("HGMMA.64x256x16.F32.BF16") for kernel in kernels)
-        assert products == {"gemm": 16, "gemm_gradient": 8, "gemm_statistics": 16}[name]
+        assert products == {"gemm": 16, "gemm_gradient": 8, "gemm_statistics": 32}[name]
         # Tiles of dh with tokens as columns: one loop for each size. Carried rows: 32 columns.
         sizes = {n for kernel in kernels for n in re.findall(r"HGMMA\.64x(\d+)x16\.F32\.BF16", kernel)}
         others = {"gemm": {str(n) for n in range(160, 256, 8)}, "gemm_gradient": set(), "gemm_statistics": {"32"}}
@@ -113,7 +111,7 @@ def test_compiles_without_spills(tmp_path, name):
         for kernel in kernels:
             places = [m.start() for m in re.finditer("HGMMA", kernel)]
             emptied = kernel[places[0] : places[-1]].count("CCTL.IVALL")
-            assert emptied <= (4 if "gemm_kernelILi2E" in kernel else 0), kernel[:100]
+            assert emptied <= (4 if "gemm_kernel" in kernel.split()[0] else 0), kernel[:100]
 
 
 READER = """
