@@ -9,21 +9,36 @@ status of a row is ``pass``, ``blocked``, ``oom`` or ``failure`` (an exception, 
 than torch eager's, or more time than ``--peer-seconds``); none of these ends the run.
 
 Each implementation lives in a process of its own. All compile for all shapes before anything is measured, torch.compile
-first (it times what it makes), the rest at the same time; then one at a time is measured, while the others wait. Each
-has two turns at every shape, ours, torch.compile and QuACK up to four as the time allows, every other round in reverse
-order, so that a drift of the clock meets all of them. A turn is 3 warm-up and 6 timed calls (2 and 4 from 1.2e12
-multiply-adds a product on) after a rest, CUDA events around each call. A figure is the median of all timed calls, its
-spread the range of the medians of the turns. The upstream gradient is one value a token; a peer that only takes the
-mean loss is marked. Inputs have the peaked softmax of a trained model; the policy loss is that of the rollout's own
-weights, where no ratio is clipped (a row whose gradient is zero costs less).
+first (it times what it makes), the rest at the same time; then one at a time is measured, while the others wait. Every
+other round goes in reverse order, so that a drift of the clock meets all. The upstream gradient is one value a token; a
+peer that only takes the mean loss is marked. Inputs have the peaked softmax of a trained model; the policy loss is that
+of the rollout's own weights, where no ratio is clipped (a row whose gradient is zero costs less).
 
-Two methods: ``queued`` lets calls follow each other without waiting for the GPU in between, as a training step does
-(caches are not cleared: the weight alone is larger than the L2); ``latency`` waits after each call, so that the time of
-the CPU before the first kernel counts.
+A card at its power limit has two clocks: after a rest an H200 (700 W) runs these products at 1600 to 1700 MHz for 26 to
+45 ms, then the limit takes it down to about 1370 MHz, where it stays. A figure belongs to one of the two, by the same
+rules for all and for the plain cuBLAS products of the shape (logits, dH, dW: what is needed without any softmax):
 
-Two rates for the roofline of 2, 6 or 8 THV operations: ``burst`` of an 8192^3 cuBLAS product measured first, and
-``library``, that of the three plain cuBLAS products of the same shape (logits, dH, dW: what is needed without any
-softmax), queued, in turns with the rest.
+``queued``: a stretch of calls after a rest, which follow each other without waiting for the GPU in between. How many is
+chosen by a first estimate of their time; the first (the first three of many) and those that end later than 25 ms after
+the first began do not count. Up to ``--stretches`` of them a turn, until there are six calls. Where not even two calls
+fit into 25 ms there is no such figure: the second and third are timed and marked (``_cold`` is false), and
+``sustained`` is the one to compare.
+
+``sustained``: as in a step that keeps the card busy: 0.15 s of calls without a pause, then 0.1 s that are timed, with
+events around groups of about 5 ms.
+
+``latency``: waits after each of 6 calls (4 from 1.2e12 multiply-adds a product on), so that the time of the CPU before
+the first kernel counts.
+
+Caches are not cleared: the weight alone is larger than the L2. A figure is the median of all timed calls, its spread
+the range of the medians of the turns. Ours, torch.compile and QuACK have one turn with all three methods and, as the
+time allows, a second: ``queued`` at all shapes before ``sustained`` at any. The others have one turn of forward and
+backward, ``queued``, and if there is time another that adds the forward part and ``latency``.
+
+Rates for the roofline of 2, 6 or 8 THV operations: ``burst`` of an 8192^3 cuBLAS product measured first (queued and
+latency), and ``library``, that of the plain cuBLAS products: their queued time for queued and latency, their sustained
+time for sustained. Clock, power and limiting reasons are NVML's readings while the last calls run (null without the
+package nvidia-ml-py); they are sampled slowly, power is the mean of a second on this card.
 """
 
 from __future__ import annotations
@@ -51,7 +66,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import bench_linear_logp_table
-from bench_linear_logp_worker import OURS, serve
+from bench_linear_logp_worker import OURS, STRETCH, serve
 from peers import PEERS
 
 SHAPES = {
@@ -61,7 +76,9 @@ SHAPES = {
     "Q8B_TP1": (8192, 4096, 151936),
     "Q8B_TP4": (8192, 4096, 37984),
 }
-NEAR = ("ours", "compile", "quack")  # have their second turn first
+NEAR = ("ours", "compile", "quack")  # measured in full
+METHODS = ("queued", "latency", "sustained")  # the last warms the card
+SUSTAINED = (0.15, 0.1)  # seconds before and while it is timed
 LOSS, NORM = 0.01, 0.05  # how far a mean loss and the norm of a gradient may be from torch eager's, relatively
 
 
@@ -116,8 +133,39 @@ class Worker:
             process.wait()
 
 
-def median(groups: Sequence[Sequence[float]]) -> float:
-    return statistics.median([x for group in groups for x in group])
+class Times:
+    """What was timed of one implementation at a shape, a list for each turn."""
+
+    def __init__(self) -> None:
+        self.turns: dict[str, list[list[float]]] = {}
+        self.readings: dict[str, list[dict[str, Any]]] = {}
+        self.cold: dict[str, bool] = {}
+
+    def add(self, answer: dict[str, Any]) -> None:
+        for name in (f"{part}_{method}" for part in ("both", "forward") for method in METHODS):
+            if times := answer.get(name):
+                self.turns.setdefault(name, []).append(times)
+                self.readings.setdefault(name, []).extend(answer.get(f"{name}_card", []))
+                self.cold[name] = self.cold.get(name, True) and answer.get(f"{name}_cold", True)
+
+    def ms(self) -> dict[str, float]:
+        return {name: statistics.median(sum(turns, [])) for name, turns in self.turns.items()}
+
+    def fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for name, ms in self.ms().items():
+            fields[f"{name}_ms"] = round(ms, 4)
+            fields[f"{name}_turns_ms"] = [round(statistics.median(turn), 4) for turn in self.turns[name]]
+            fields[f"{name}_calls_ms"] = self.turns[name]
+            if name.endswith("queued"):
+                fields[f"{name}_cold"] = self.cold[name]
+            if not name.endswith("latency"):
+                for what in ("mhz", "watts"):
+                    found = [reading[what] for reading in self.readings[name] if what in reading]
+                    fields[f"{name}_{what}"] = statistics.median(found) if found else None
+                reasons = {reading["reasons"] for reading in self.readings[name] if "reasons" in reading}
+                fields[f"{name}_reasons"] = sorted(reasons) or None
+        return fields
 
 
 class Row:
@@ -125,7 +173,8 @@ class Row:
 
     def __init__(self, shape: str, key: str, variant: str) -> None:
         self.key, self.variant = key, variant
-        self.turns: dict[str, list[list[float]]] = {}
+        self.times = Times()
+        self.spent: dict[str, float] = {}  # seconds of a turn, by method
         self.row: dict[str, Any] = {"shape": shape, "variant": variant, "status": "blocked"}
         if key in PEERS:
             peer = PEERS[key]
@@ -158,10 +207,7 @@ class Row:
                 return self.stop("failure", f"not finite: loss {answer['loss']}, norms {answer['norms']}")
             if reference and (reason := self.differs(answer, reference)):
                 return self.stop("failure", reason)
-        for part in ("both", "forward"):
-            for method in ("queued", "latency"):
-                if times := answer.get(f"{part}_{method}"):
-                    self.turns.setdefault(f"{part}_{method}", []).append(times)
+        self.times.add(answer)
         self.measured, self.row["status"] = True, "pass"
         return None
 
@@ -176,17 +222,21 @@ class Row:
         return None
 
     def finish(self, work: float, burst: float, library: dict[str, float]) -> dict[str, Any]:
-        """Times and their ratios to the roofline; ``work`` is THV / 1e9, rates are in TFLOP/s."""
+        """Times and their ratios to the roofline; ``work`` is THV / 1e9, rates are in TFLOP/s, ``library`` in ms."""
         row = self.row
-        row |= {"library_ms": library["both"], "library_forward_ms": library["forward"]}
-        for name, turns in self.turns.items():
-            part = name.split("_")[0]
-            count = row["operations"] if part == "both" else 2
-            rates = {"burst": burst, "library": (6 if part == "both" else 2) * work / library[part]}
-            ms = median(turns)
-            row["repeats"], row["turns"] = sum(map(len, turns)), len(turns)
-            row[f"{name}_ms"] = round(ms, 4)
-            row[f"{name}_turns_ms"] = [round(statistics.median(turn), 4) for turn in turns]
+        row |= self.times.fields()
+        for method in ("queued", "sustained"):
+            for part in ("both", "forward"):
+                name = "library" + "_forward" * (part == "forward") + "_sustained" * (method == "sustained")
+                row[f"{name}_ms"] = round(library.get(f"{part}_{method}", 0.0), 4)
+        if turns := self.times.turns.get("both_queued"):
+            row |= {"repeats": sum(map(len, turns)), "turns": len(turns)}
+        for name, ms in self.times.ms().items():
+            part, method = name.split("_")
+            count, products = (row["operations"], 6) if part == "both" else (2, 2)
+            rates = {} if method == "sustained" else {"burst": burst}
+            if plain := library.get(f"{part}_{'sustained' if method == 'sustained' else 'queued'}"):
+                rates["library"] = products * work / plain
             row |= {f"{name}_of_{of}": round(ms * rate / (count * work), 3) for of, rate in rates.items()}
         return row
 
@@ -201,7 +251,8 @@ class Run:
         }  # torch eager's process also gives the reference and the plain products
         report["shapes"] = self.shapes
         self.rows: dict[str, list[Row]] = {}
-        self.library: dict[str, dict[str, list[list[float]]]] = {}
+        self.library: dict[str, Times] = {}
+        self.before: dict[str, float] = {}  # seconds of a turn before its rows are measured
         self.reference: dict[str, dict[str, Any]] = {}
         for shape in self.shapes:
             # In the order of measurement: what is compared closest has its turns closest.
@@ -264,15 +315,26 @@ class Run:
                 row.stop(answer["status"], answer["reason"])
 
     def counts(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Warm-up and timed calls of a turn."""
+        """Warm-up and timed calls where each is waited for."""
         if self.args.device == "cpu":
             return 1, 2
         return (2, 4) if shape[0] * shape[1] * shape[2] > 1.2e12 else (3, 6)
 
-    def turn(self, name: str, rows: Sequence[Row]) -> None:
+    def plan(self, near: bool, sweep: int, sustained: bool = True) -> dict[str, Any]:
+        """What is measured in a turn: of those that are far only what the time allows."""
+        methods = {"queued": True, "latency": near == (sweep % 2 == 0), "sustained": near and sustained}
+        return {
+            "methods": [method for method in METHODS if methods[method]],
+            "parts": ["both", "forward"] if near or sweep else ["both"],
+            "rest": self.args.rest,
+            "stretches": self.args.stretches,
+            "sustained": SUSTAINED if self.args.device == "cuda" else (0.002, 0.002),
+        }
+
+    def turn(self, name: str, rows: Sequence[Row], sweep: int, sustained: bool) -> None:
         """One turn of these rows, and of the plain products, at a shape."""
-        shape, limit = self.shapes[name], 30.0  # a measurement takes about 2 s
-        request = {"shape": shape, "rest": self.args.rest, "counts": self.counts(shape)}
+        shape, limit = self.shapes[name], 30.0  # a measurement takes about 3 s
+        began = self.seconds()
         keys = ["eager", *(key for key in dict.fromkeys(row.key for row in rows) if key != "eager")]
         with ThreadPoolExecutor(len(keys)) as pool:
             list(pool.map(lambda key: self.workers[key].ask(limit, do="inputs", shape=shape), keys))
@@ -280,28 +342,41 @@ class Run:
             self.reference[name] = self.workers["eager"].ask(limit, do="reference", shape=shape)
             if "status" in self.reference[name]:
                 print(f"  no reference at {name}: {self.reference[name]['reason']}")
-        answer = self.workers["eager"].ask(limit, do="library", **request)
+        plan = self.plan(any(row.key in NEAR for row in rows), sweep, sustained)
+        answer = self.workers["eager"].ask(limit, do="library", shape=shape, **plan)
         if "status" in answer:
             raise SystemExit(f"the plain products at {name}: {answer['status']}, {answer['reason']}")
-        for part in ("both", "forward"):
-            self.library.setdefault(name, {}).setdefault(part, []).append(answer[f"{part}_queued"])
+        self.library.setdefault(name, Times()).add(answer)
         reference = self.reference[name] if "token" in self.reference[name] else None
+        self.before[name] = self.seconds() - began
         for row in rows:
             if row.over:
                 continue
+            began = self.seconds()
+            plan = self.plan(row.key in NEAR, sweep, sustained) | {"counts": self.counts(shape)}
             answer = self.workers[row.key].ask(
-                limit, do="measure", variant=row.variant, check=not row.measured, **request
+                limit, do="measure", shape=shape, variant=row.variant, check=not row.measured, **plan
             )
+            spent = answer.get("spent", {})
+            row.spent |= spent | {"other": self.seconds() - began - sum(spent.values())}
             row.take(answer, reference)
             self.write()
             self.show(name, row)
+
+    def expected(self, name: str, rows: Sequence[Row], plan: Mapping[str, Any]) -> float:
+        """Seconds of another turn; what has not been measured yet is taken for longer than the queued part."""
+        seconds = self.before[name]
+        for row in rows:
+            new = 3 * row.spent.get("queued", 0)
+            seconds += sum(row.spent.get(what, new) for what in ("other", *plan["methods"]))
+        return seconds
 
     def show(self, name: str, row: Row) -> None:
         values = row.row
         parts = [
             f"{part} {method} {values[f'{part}_{method}_turns_ms'][-1]:.3f}"
             for part in ("forward", "both")
-            for method in ("queued", "latency")
+            for method in METHODS
             if f"{part}_{method}_turns_ms" in values
         ]
         text = values.get("reason") or f"{'  '.join(parts)}  peak {values.get('peak_mib', 0):.0f} MiB"
@@ -311,31 +386,30 @@ class Run:
         rows = []
         for name, group in self.rows.items():
             t, h, v = self.shapes[name]
-            library = {
-                part: round(median(self.library[name][part]), 4) if name in self.library else 0.0
-                for part in ("both", "forward")
-            }
+            library = self.library[name].ms() if name in self.library else {}
             rows += [row.finish(t * h * v / 1e9, self.report["cublas_tflops"], library) for row in group]
+        self.report["library"] = {name: times.fields() for name, times in self.library.items()}
         report = self.report | {"seconds": round(self.seconds(), 1), "rows": rows}
         bench_linear_logp_table.write(self.args.out, report)
 
     def measure(self) -> None:
-        spent: dict[tuple[str, bool], float] = {}
         for sweep in range(self.args.turns):
-            # The second round goes backwards, the near ones first, and each only if it ends in time.
-            groups = (None,) if sweep == 0 else (True, False) if sweep == 1 else (True,)
-            for near in groups:
-                for name, rows in self.rows.items():
-                    chosen = [row for row in rows if near is None or (row.key in NEAR) == near]
-                    chosen = [row for row in chosen if not row.over]
-                    if not chosen or sweep and self.seconds() + spent.get((name, bool(near)), 0) > self.args.seconds:
-                        continue
-                    began = time.monotonic()
-                    self.turn(name, chosen[::-1] if sweep % 2 else chosen)
-                    taken = time.monotonic() - began
-                    if near is None:
-                        share = sum(row.key in NEAR for row in chosen) / max(len(chosen), 1)
-                        spent |= {(name, True): taken * share, (name, False): taken * (1 - share)}
+            # The second round goes backwards, the near ones first, and each turn only if it ends in time.
+            for near in (None,) if sweep == 0 else (True, False) if sweep == 1 else (True,):
+                chosen = {
+                    name: [row for row in rows if not row.over and near in (None, row.key in NEAR)]
+                    for name, rows in list(self.rows.items())[:: -1 if sweep % 2 else 1]
+                }
+                chosen = {name: rows for name, rows in chosen.items() if rows}
+                for i, (name, rows) in enumerate(chosen.items()):
+                    full, less = (self.plan(near is not False, sweep, sustained) for sustained in (True, False))
+                    fits = True
+                    if sweep:  # sustained times scatter least: left out where they leave no time for what follows
+                        later = sum(self.expected(*item, less) for item in list(chosen.items())[i + 1 :])
+                        fits = self.seconds() + self.expected(name, rows, full) + later < self.args.seconds
+                        if self.seconds() + self.expected(name, rows, full if fits else less) > self.args.seconds:
+                            continue
+                    self.turn(name, rows[::-1] if sweep % 2 else rows, sweep, fits)
                     print(f"  {self.seconds():.0f} s since the start", flush=True)
 
     def end(self) -> None:
@@ -373,7 +447,7 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
     """What a report names besides its figures."""
     import torch
 
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
     card = "CPU"
     if args.device == "cuda":
         if not torch.cuda.is_available():
@@ -382,7 +456,7 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
         card = lines[0] if lines else torch.cuda.get_device_name()
     commit = said(["git", "rev-parse", "--short", "HEAD"])
     versions = {}
-    names = ["torch", "triton", "nvidia-cutlass-dsl", *(PEERS[key].distribution for key in args.peers)]
+    names = ["torch", "triton", "nvidia-cutlass-dsl", "nvidia-ml-py", *(PEERS[key].distribution for key in args.peers)]
     for name in dict.fromkeys(names):
         try:
             versions[name] = metadata.version(name)
@@ -397,6 +471,8 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "versions": versions,
         "rest_s": args.rest,
+        "stretch_ms": STRETCH,
+        "sustained_s": list(SUSTAINED),
         "cublas_tflops": 0.0,
     }
 
@@ -412,7 +488,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--turns", type=int, default=2, help="rounds of measurements; from the third on only the near ones"
     )
-    parser.add_argument("--rest", type=float, default=0.2, help="seconds of idling before each measurement")
+    parser.add_argument("--rest", type=float, default=0.3, help="seconds of idling before each stretch of calls")
+    parser.add_argument(
+        "--stretches", type=int, default=2, help="of queued calls in a turn, where one has fewer than six of them"
+    )
     parser.add_argument("--seconds", type=float, default=190, help="no round after the first that would end later")
     parser.add_argument("--compile-seconds", type=float, default=90, help="for compiling, from the start")
     parser.add_argument("--peer-seconds", type=float, default=150, help="for one peer in all, compilation included")

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 TITLE = "# linear_logp beside its peers"
 OURS = {"kept": "kept", "recompute": "recompute", "fused policy loss, 512 MiB": "fused loss"}
+METHODS = ("queued", "sustained", "latency")
 TARGETS = {"both": 1.15, "forward": 1.10}
 Report = Mapping[str, Any]
 
 
 def milliseconds(x: float) -> str:
     return f"{x:.3f}" if x < 1 else f"{x:.2f}" if x < 10 else f"{x:.1f}"
+
+
+def star(row: Mapping[str, Any], name: str) -> str:
+    """Marks a figure of calls too long for the clock after a rest."""
+    return "" if row.get(f"{name}_cold", True) else "*"
 
 
 def measured(report: Report) -> dict[tuple[str, str], Mapping[str, Any]]:
@@ -40,8 +47,9 @@ def spread(row: Mapping[str, Any], name: str) -> str:
 def cell(row: Mapping[str, Any], name: str) -> str:
     if f"{name}_ms" not in row:
         return "-"
-    ratios = f"{row[f'{name}_of_burst']:.2f}, {row[f'{name}_of_library']:.2f}"
-    return f"{milliseconds(row[f'{name}_ms'])} ({ratios}{spread(row, name)})"
+    rates = [row[key] for of in ("burst", "library") if (key := f"{name}_of_{of}") in row]
+    ratios = ", ".join(f"{x:.2f}" for x in rates)
+    return f"{milliseconds(row[f'{name}_ms'])}{star(row, name)} ({ratios}{spread(row, name)})"
 
 
 def memory(report: Report, row: Mapping[str, Any]) -> str:
@@ -53,6 +61,18 @@ def memory(report: Report, row: Mapping[str, Any]) -> str:
     return text
 
 
+def plain(report: Report, row: Mapping[str, Any]) -> Iterator[str]:
+    """Times of the plain products of a row's shape."""
+    times = report.get("library", {}).get(row["shape"], {})
+    for method, infix in (("queued", ""), ("sustained", "_sustained")):
+        forward, both = (row.get(f"library{part}{infix}_ms") for part in ("_forward", ""))
+        if forward and both:
+            stars = [star(times, f"{part}_{method}") for part in ("forward", "both")]
+            yield (
+                f"{method}: logits {milliseconds(forward)}{stars[0]} ms, all three {milliseconds(both)}{stars[1]} ms"
+            )
+
+
 def figures(report: Report) -> Iterator[str]:
     """One table a shape, the fastest first."""
     for shape in shapes(report):
@@ -60,13 +80,11 @@ def figures(report: Report) -> Iterator[str]:
         yield f"### {label(report, shape)}"
         yield ""
         if one := next((row for row in rows if row.get("library_ms")), None):
-            yield (
-                f"Plain cuBLAS products, queued: logits {milliseconds(one['library_forward_ms'])} ms, "
-                f"all three {milliseconds(one['library_ms'])} ms."
-            )
+            yield f"Plain cuBLAS products, {', '.join(plain(report, one))}."
             yield ""
-        yield "| what | gradient | forward, queued | latency | both, queued | latency | MiB | turns | status |"
-        yield "|---|---|---|---|---|---|---|---|---|"
+        heads = ("forward, queued", "sustained", "latency", "both, queued", "sustained", "latency")
+        yield f"| what | gradient | {' | '.join(heads)} | MiB | turns | status |"
+        yield "|---|---|---|---|---|---|---|---|---|---|---|"
         rows.sort(key=lambda row: row.get("both_queued_ms", float("inf")))
         for row in rows:
             name = f"**{row['variant']}**" if row["variant"] in OURS else row["variant"]
@@ -74,7 +92,7 @@ def figures(report: Report) -> Iterator[str]:
             status += f": {row['reason']}" if "reason" in row else "" if "both_queued_ms" in row else ": not reached"
             status += f" (later: {row['later']})" if "later" in row else ""
             peak = memory(report, row) if "peak_mib" in row else "-"
-            names = ("forward_queued", "forward_latency", "both_queued", "both_latency")
+            names = [f"{part}_{method}" for part in ("forward", "both") for method in METHODS]
             yield (
                 f"| {name} | {row.get('gradient', '')} | {' | '.join(cell(row, name) for name in names)} | {peak} | "
                 f"{row.get('turns', '-')} | {status.replace('|', '/')} |"
@@ -85,6 +103,8 @@ def figures(report: Report) -> Iterator[str]:
 def verdict(ours: Mapping[str, Any], other: Mapping[str, Any], name: str) -> str:
     """Time of ours over another's, with the range over the turns taken together."""
     ratio = ours[f"{name}_ms"] / other[f"{name}_ms"]
+    if star(ours, name) != star(other, name):
+        return f"{ratio:.3f}, at two clocks"
     a, b = (row.get(f"{name}_turns_ms", [row[f"{name}_ms"]]) for row in (ours, other))
     pairs = [x / y for x, y in zip(a, b)]
     if len(pairs) < 2:
@@ -99,21 +119,23 @@ def comparison(report: Report) -> Iterator[str]:
     by = measured(report)
     yield "| shape | part | ours | ms | over torch.compile | fastest peer | over it |"
     yield "|---|---|---|---|---|---|---|"
+    names = [f"{part}_{method}" for part in ("both", "forward") for method in ("queued", "sustained")]
     for shape in shapes(report):
         peers = [row for (s, variant), row in by.items() if s == shape and variant not in OURS]
         for variant, short in OURS.items():
             row = by.get((shape, variant))
             if row is None:
                 continue
-            for name, part in (("both_queued", "both"), ("forward_queued", "forward")):
+            for name in names:
                 if f"{name}_ms" not in row:
                     continue
                 compiled = by.get((shape, "torch.compile"))
                 against = verdict(row, compiled, name) if compiled and f"{name}_ms" in compiled else "-"
                 best = min((p for p in peers if f"{name}_ms" in p), key=lambda p: p[f"{name}_ms"], default=None)
-                fastest = f"{best['variant']}, {milliseconds(best[f'{name}_ms'])} ms" if best else "-"
+                fastest = f"{best['variant']}, {milliseconds(best[f'{name}_ms'])}{star(best, name)} ms" if best else "-"
                 over = verdict(row, best, name) if best else "-"
-                cells = (shape, part, short, milliseconds(row[f"{name}_ms"]), against, fastest, over)
+                ms = milliseconds(row[f"{name}_ms"]) + star(row, name)
+                cells = (shape, name.replace("_", ", "), short, ms, against, fastest, over)
                 yield f"| {' | '.join(cells)} |"
 
 
@@ -123,40 +145,60 @@ def targets(report: Report) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     kinds = [("both", variant, short) for variant, short in OURS.items()] + [("forward", "kept", "kept, forward")]
     for part, variant, short in kinds:
-        for method in ("queued", "latency"):
+        for method in METHODS:
             for rate in ("burst", "library"):
                 key, limit = f"{part}_{method}_of_{rate}", TARGETS[part]
-                have = [(s, by[s, variant][key]) for s in shapes(report) if key in by.get((s, variant), {})]
+                have = [(s, by[s, variant]) for s in shapes(report) if key in by.get((s, variant), {})]
                 if have:
-                    met = ", ".join(f"{s} {x:.3f}" for s, x in have if x <= limit)
-                    not_met = ", ".join(f"{s} {x:.3f}" for s, x in have if x > limit)
+                    texts = {s: f"{s} {row[key]:.3f}{star(row, f'{part}_{method}')}" for s, row in have}
+                    met = ", ".join(texts[s] for s, row in have if row[key] <= limit)
+                    not_met = ", ".join(texts[s] for s, row in have if row[key] > limit)
                     yield f"| {short} | {limit:.2f} | {method} | {rate} | {met or 'none'} | {not_met or 'none'} |"
 
 
 def facts(report: Report) -> Iterator[str]:
-    keys = ("command", "commit", "card", "date", "backend", "seconds", "rest_s", "cublas_tflops")
+    keys = (
+        "command",
+        "commit",
+        "card",
+        "date",
+        "backend",
+        "seconds",
+        "rest_s",
+        "stretch_ms",
+        "sustained_s",
+        "cublas_tflops",
+    )
     for key in keys:
         if key in report:
             yield f"- {key.replace('_', ' ')}: `{report[key]}`"
     yield f"- versions: {', '.join(f'{k} {v}' for k, v in report.get('versions', {'torch': report['torch']}).items())}"
 
 
+REGIMES = """Two clocks: after a rest an H200 (700 W) runs these products at 1600 to 1700 MHz for 26 to 45 ms, then its
+power limit takes it down to about 1370 MHz, where it stays. `queued` is the time of calls after a rest that are over
+within {stretch:.0f} ms; a star marks calls of which not even two are, and whose figure mixes the clocks. `sustained` is
+the time after {before:.2f} s of calls without a pause, as in a training step that keeps the card busy."""
+
 READING = """Milliseconds; in brackets the ratio to the roofline of 2 THV (forward), 6 THV or, where logits are made
-again in the backward pass, 8 THV (both: forward and backward), at the burst's rate and at the rate of the plain cuBLAS
-products of the shape, then half the range of the turns. Queued: calls follow each other, as in training; latency: a
-wait after each. MiB: peak above the inputs, with and without the gradients. torch, QuACK and Liger's Triton path round
-the logits to bf16; none of the peers keeps the contract, and only verl makes the entropy, as ours does. "recompute"
-has a workspace too small for all logits: 64 MiB at T1, 128 at T2, else 512; it keeps those of the columns
+again in the backward pass, 8 THV (both: forward and backward), at the burst's rate (not for sustained) and at the rate
+of the plain cuBLAS products of the shape, then half the range of the turns. Queued, sustained: calls follow each other;
+latency: a wait after each. MiB: peak above the inputs, with and without the gradients. torch, QuACK and Liger's Triton
+path round the logits to bf16; none of the peers keeps the contract, and only verl makes the entropy, as ours does.
+"recompute" has a workspace too small for all logits: 64 MiB at T1, 128 at T2, else 512; it keeps those of the columns
 that fit, so that it makes fewer than 8 THV and is held against 8 all the same."""
 
 
 def markdown(report: Report) -> str:
     notes = {row["variant"]: row["note"] for row in report["rows"] if row.get("note")}
-    lines = [TITLE, "", *facts(report), "", READING, "", "## Ours over the others", ""]
+    lines = [TITLE, "", *facts(report), ""]
+    if "stretch_ms" in report:  # not so in older reports
+        lines += [REGIMES.format(stretch=report["stretch_ms"], before=report["sustained_s"][0]), ""]
+    lines += [READING, "", "## Ours over the others", ""]
     lines += [
         *comparison(report),
         "",
-        "Over: time of ours by time of the other, queued; below 1 ours is faster. In brackets",
+        "Over: time of ours by time of the other; below 1 ours is faster. In brackets",
     ]
     lines += [
         "the range over the turns: where it holds 1, no one is called faster.",
@@ -176,5 +218,7 @@ def write(out: str, report: Report) -> None:
     page = Path(out + ".md")
     if page.exists() and not page.read_text(encoding="utf-8").startswith(TITLE):
         raise SystemExit(f"--out {out}: {page} is no report of this script; name another")
-    Path(out + ".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    numbers = re.compile(r'\[\n([^\[\]{}"]*)\]')  # on one line
+    text = numbers.sub(lambda found: f"[{' '.join(found[1].split())}]", json.dumps(report, indent=1))
+    Path(out + ".json").write_text(text + "\n", encoding="utf-8")
     page.write_text(markdown(report), encoding="utf-8")

@@ -6,12 +6,14 @@ process. Whatever a peer prints goes to standard error.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,48 @@ import torch
 from peers import IGNORE, PEERS, Call, Peer
 
 Tensors = tuple[torch.Tensor, ...]
+Reading = dict[str, Any]
+
+# On an H200 at 700 W a stream of products that begins after a rest runs at 1600 to 1700 MHz for 26 to 45 ms; then the
+# power limit takes the clock down, to 1370 MHz within 30 ms more. A figure must not mix the two.
+STRETCH = 25.0  # ms from the first call after a rest: what ends later may have seen the step
+ENOUGH = 6  # timed calls within stretches of a turn: no more stretches follow
+HOT = 1.2  # an estimate of a call's time comes from whatever clock the card then has, and may be this much too long
+GROUP = 5.0  # ms between the events of sustained calls
+
+
+def counts(ms: float) -> tuple[int, int]:
+    """Warm-up and timed calls of a stretch: one more than fit, for an estimate that is too long."""
+    calls = math.ceil(STRETCH / ms)
+    return (3, min(calls - 3, 12)) if calls >= 12 else (1, max(calls - 1, 2))
+
+
+def sensor(device: str) -> Callable[[], Reading] | None:
+    """Reads clock, power and what limits the clock through NVML; None where that cannot be had."""
+    if device != "cuda":
+        return None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+        names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")  # new and old
+        reasons = next(getattr(pynvml, name) for name in names if hasattr(pynvml, name))
+    except Exception:  # noqa: BLE001 - no figure depends on it
+        return None
+
+    def read() -> Reading:
+        reading: Reading = {}
+        for name, get in (
+            ("mhz", lambda: pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM)),
+            ("watts", lambda: pynvml.nvmlDeviceGetPowerUsage(card) / 1e3),
+            ("reasons", lambda: hex(reasons(card))),
+        ):
+            with contextlib.suppress(Exception):
+                reading[name] = get()
+        return reading
+
+    return read
 
 
 class _Mark:
@@ -35,30 +79,82 @@ class Card:
     """The clock and the allocator of a device."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.cuda = device, device == "cuda"
+        self.device, self.cuda, self.sensor = device, device == "cuda", sensor(device)
 
     def wait(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
 
-    def times(self, call: Callable[[], object], counts: Sequence[int], latency: bool) -> list[float]:
-        """Milliseconds of each call; ``counts``: warm-up and timed ones. ``latency``: waits for the GPU after each."""
-        warm, repeats = counts
-        for _ in range(warm):
+    def rest(self, seconds: float) -> None:
+        self.wait()
+        time.sleep(seconds)
+
+    def mark(self) -> Any:
+        mark = torch.cuda.Event(enable_timing=True) if self.cuda else _Mark()
+        mark.record()
+        return mark
+
+    def reading(self) -> list[Reading]:
+        return [self.sensor()] if self.sensor else []
+
+    def queue(self, call: Callable[[], object], counts: Sequence[int], latency: bool) -> tuple[Any, list[Any]]:
+        """Marks before the warm-up calls, and before and after each timed one."""
+        first, marks = self.mark(), []
+        for _ in range(counts[0]):
             call()
-        marks: list[tuple[Any, Any]] = []
         if latency:
             self.wait()
-        for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) if self.cuda else _Mark() for _ in range(2))
-            start.record()
+        for _ in range(counts[1]):
+            start = self.mark()
             call()
-            end.record()
+            marks.append((start, self.mark()))
             if latency:
                 self.wait()
-            marks.append((start, end))
+        return first, marks
+
+    def times(self, call: Callable[[], object], counts: Sequence[int], latency: bool) -> list[float]:
+        """Milliseconds of each timed call. ``latency``: waits for the GPU after each."""
+        _, marks = self.queue(call, counts, latency)
         self.wait()
         return [round(start.elapsed_time(end), 4) for start, end in marks]
+
+    def queued(
+        self, call: Callable[[], object], rest: float, stretches: int
+    ) -> tuple[list[float], bool, list[Reading]]:
+        """Milliseconds of calls that ended before the clock's step and True, or of those after and False."""
+        ms = min(self.times(call, (1, 2), False))  # also puts memory into the allocator
+        early, late, readings = list[float](), list[float](), list[Reading]()
+        for _ in range(stretches):
+            self.rest(rest)
+            first, marks = self.queue(call, counts(ms), False)
+            readings += self.reading()
+            self.wait()
+            for start, end in marks:
+                times = early if first.elapsed_time(end) <= STRETCH else late
+                times.append(round(start.elapsed_time(end), 4))
+            if len(early) >= ENOUGH or (not early and 2 * ms > HOT * STRETCH):
+                break
+        return early or late, bool(early), readings
+
+    def sustained(
+        self, call: Callable[[], object], ms: float, seconds: Sequence[float]
+    ) -> tuple[list[float], list[Reading]]:
+        """Milliseconds a call, each the mean of a few, after as many calls as bring the card to its lasting clock.
+
+        ``ms``: what a call takes at least; ``seconds``: before and while it is timed.
+        """
+        before, timed = (math.ceil(1e3 * x / ms) for x in seconds)
+        size = max(1, int(GROUP / ms))
+        for _ in range(before):
+            call()
+        marks = [self.mark()]
+        for _ in range(max(math.ceil(timed / size), 3)):
+            for _ in range(size):
+                call()
+            marks.append(self.mark())
+        readings = self.reading()  # the CPU is ahead: the last calls still run
+        self.wait()
+        return [round(start.elapsed_time(end) / size, 4) for start, end in zip(marks, marks[1:])], readings
 
     def peak_mib(self, call: Callable[[], object]) -> float:
         """Memory above what was allocated before, results included."""
@@ -184,6 +280,7 @@ class Bench:
             self.variants.clear()
             self.data = ()
             self.card.clear()
+            gc.freeze()  # imports and compiled code: going through them takes tenths of a second, many times in a run
             self.data, self.shape = inputs(shape, self.card.device), shape
             self.data[0].requires_grad_(), self.data[1].requires_grad_()
             self.card.wait()
@@ -223,23 +320,46 @@ class Bench:
         return {}
 
     def do_measure(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Lists of milliseconds; where ``check`` is asked for, what the results are, and the peak memory."""
+        """Times of the parts and methods asked for; where ``check`` is, what the results are, and the peak memory."""
         variant, answer = self.variant(request["variant"]), dict[str, Any]()
         self.card.clear()
+        began = time.monotonic()
         if request["check"]:
             answer |= self.found(variant.both(), -1.0 if variant.logp else 1.0)
             answer["peak_mib"] = self.card.peak_mib(variant.both)
             answer["operations"] = variant.operations
             if not answer["finite"]:
                 return answer
-        for part, call in (("both", variant.both), ("forward", variant.forward)):
-            if call is None:
-                continue
-            for method in ("queued", "latency"):
-                self.card.wait()
-                time.sleep(request["rest"])  # the same rest for all: a hot card runs slower
-                answer[f"{part}_{method}"] = self.card.times(call, request["counts"], method == "latency")
+        spent = {"check": time.monotonic() - began}
+        answer |= self.timed({"both": variant.both, "forward": variant.forward}, request, spent) | {"spent": spent}
         self.card.clear()
+        return answer
+
+    def timed(
+        self,
+        parts: Mapping[str, Callable[[], object] | None],
+        request: dict[str, Any],
+        spent: dict[str, float],
+    ) -> dict[str, Any]:
+        """Lists of milliseconds by part and method, with ``_cold`` and ``_card`` (readings); fills ``spent``."""
+        answer = dict[str, Any]()
+        for method in request["methods"]:
+            began = time.monotonic()
+            for part in request["parts"]:
+                name, call = f"{part}_{method}", parts[part]
+                if call is None:
+                    continue
+                if method == "queued":
+                    times, cold, readings = self.card.queued(call, request["rest"], request["stretches"])
+                    answer |= {name: times, f"{name}_cold": cold, f"{name}_card": readings}
+                elif method == "latency":
+                    self.card.rest(request["rest"])
+                    answer[name] = self.card.times(call, request["counts"], True)
+                else:
+                    least = max(min(answer[f"{part}_queued"]), 1e-3)
+                    times, readings = self.card.sustained(call, least, request["sustained"])
+                    answer |= {name: times, f"{name}_card": readings}
+            spent[method] = time.monotonic() - began
         return answer
 
     def found(self, results: Tensors, sign: float = 1.0) -> dict[str, Any]:
@@ -279,12 +399,8 @@ class Bench:
             torch.mm(x.t(), h, out=dw)
 
         both()
-        answer = {}
-        for part, call in (("both", both), ("forward", forward)):
-            self.card.wait()
-            time.sleep(request["rest"])
-            answer[f"{part}_queued"] = self.card.times(call, request["counts"], False)
-        return answer
+        methods = [method for method in request["methods"] if method != "latency"]
+        return self.timed({"both": both, "forward": forward}, request | {"methods": methods}, {})
 
     def do_burst(self, request: dict[str, Any]) -> dict[str, Any]:
         """Milliseconds of an n x n x n product."""
