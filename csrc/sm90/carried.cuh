@@ -29,8 +29,8 @@ struct Carried {
 };
 
 // The leaf of one block: statistics of the carried rows, with the bits of vocabulary_leaf. All eight consumer warps come here;
-// logits meet in the memory of their stagers, then each warp has four rows, a lane four adjacent columns. A warp's rows lie in
-// its own stager's memory: when it has read them it may stage again.
+// logits meet in the memory of their stagers, or where those would be, then each warp has four rows, a lane four adjacent columns.
+// A warp's rows lie in its own stager's memory: when it has read them it may stage again.
 __device__ __forceinline__ void carried_leaf(
     const Carried& carried, int tile_n, uint32_t rank, int tiled, int rows, const Problem& problem, const Vocabulary& v,
     uint32_t staging, int group, int thread) {

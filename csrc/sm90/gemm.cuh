@@ -2,7 +2,7 @@
 //
 // A cluster of two blocks computes 256 x 256 outputs: each block 128 rows, its two consumer warpgroups 64 rows each, and
 // both blocks share the 256 columns of B (each loads half and multicasts it). One producer thread keeps four stages of
-// 64 k in flight; a warp of the first block takes tiles from a counter in global memory and broadcasts them.
+// 64 k in flight; a thread beside, in the first block, takes tiles from a counter in global memory and broadcasts them.
 //
 // The halves of a tile of dW (128 columns) end at different times: the last tile of k is multiplied first for the left half, then
 // for the right one, during which the left half is stored; the first one of the next tile first for its left half, during

@@ -4,16 +4,6 @@
 
 namespace rlk::sm90 {
 
-// Sums over the 128 columns of one leaf, of two values for each of two rows. The tree over adjacent pairs of columns: lane q
-// of a quad has columns 8 j + 2 q and 8 j + 2 q + 1, whose sums are the x below. Over q lanes swap: of two values a lane
-// sums one and its neighbour the other, so that a lane ends with one of the four. Over j it is alone with it.
-
-// Sum of this lane's and lane ^ across's `second` where takes_second holds, else of their `first`; they differ in it.
-__device__ __forceinline__ float swap_add(float first, float second, bool takes_second, int across) {
-  const float keep = takes_second ? second : first, give = takes_second ? first : second;
-  return __fadd_rn(keep, __shfl_xor_sync(~0u, give, across));
-}
-
 // Where nothing is kept.
 struct NoStager {
   static constexpr int kRows = 0;
@@ -21,6 +11,10 @@ struct NoStager {
   __device__ __forceinline__ void put(int, int, const uint32_t (&)[4], int) const {}
   __device__ __forceinline__ void flush(int, int, int) const {}
 };
+
+// Sums over the 128 columns of one leaf, of two values for each of two rows. The tree over adjacent pairs of columns: lane q
+// of a quad has columns 8 j + 2 q and 8 j + 2 q + 1, whose sums are the x below. Over q lanes swap: of two values a lane
+// sums one and its neighbour the other, so that a lane ends with one of the four. Over j it is alone with it.
 
 // exp(x - shift) of one row of a leaf to shared memory, and the tree over it and its products with x - shift: of row 0 as
 // far as `sums`, by j; of both rows up to levels[4]. levels: complete subtrees over j.
@@ -100,8 +94,8 @@ struct TwoRows {
 };
 
 // One leaf for each of the thread's two rows: acc[4 j + 2 h + b] is column 8 j + 2 (lane % 4) + b of row h. `halfway` runs
-// between the rows. A stager of 8 rows takes those of either h in turn. The last
-// values stay staged: they may leave when other products are on their way.
+// between the rows. A stager of 8 rows takes those of either h in turn. The last values stay staged: they may leave when other
+// products are on their way.
 template <int Kind, typename Stage, typename Halfway>
 __device__ __forceinline__ Leaving vocabulary_leaf(
     float (&acc)[64], int leaf, const TwoRows& two, const RowCounts& rows, const Vocabulary& v, const Stage& stager, int group,
