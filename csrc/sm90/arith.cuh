@@ -54,12 +54,6 @@ struct LeafGrad {
   }
 };
 
-// Sum of this lane's and lane ^ across's `second` where takes_second holds, else of their `first`; they differ in it.
-__device__ __forceinline__ float swap_add(float first, float second, bool takes_second, int across) {
-  const float keep = takes_second ? second : first, give = takes_second ? first : second;
-  return __fadd_rn(keep, __shfl_xor_sync(~0u, give, across));
-}
-
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return reinterpret_cast<const uint32_t&>(pair);

@@ -13,6 +13,7 @@ namespace rlk::sm90 {
 
 constexpr int kBytesCarriedStaging = kCarried * kLeaf * 4;  // stagers of all eight consumer warps, or carried logits
 static_assert(kBytesCarriedStaging == 8 * BulkStager<8>::kBytes);
+static_assert(kStages * kBytesCarried + kBytesCarriedStaging <= 2 * kBytesStaging);
 
 // A consumer warpgroup's part of the carried rows' products.
 struct Carried {

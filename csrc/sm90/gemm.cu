@@ -82,8 +82,9 @@ Params logits_params(const Matrix& hidden, const Matrix& weight, const Rows& row
   params.carried = tensor_map(hidden, kTileK, kCarried / kCluster);
   shape(problem, hidden.rows, weight.rows, hidden.cols, kRows);
   output(problem, out);
-  if (out.data != nullptr) {  // up to 7 columns of padding are written
-    params.stores = tensor_map({out.data, out.rows, out.stride, out.stride}, kLeaf / 2, statistics && may_carry(problem) ? 8 : 16);
+  if (out.data != nullptr) {  // whole groups of 8 columns: up to 7 of padding are written
+    const Matrix written{out.data, out.rows, ceil_div(out.cols, 8) * 8, out.stride};
+    params.stores = tensor_map(written, kLeaf / 2, statistics && may_carry(problem) ? 8 : 16);
   }
   params.problems = 1;
   params.vocabulary = vocabulary(rows, out.data != nullptr ? out.cols : 0);
@@ -113,7 +114,7 @@ void launch(const Params& params, cudaStream_t stream) {
     check(cudaFuncSetAttribute(gemm_kernel<End>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared), "shared memory");
     return 0;
   });
-  launch_clusters(gemm_kernel<End>, params, kThreads, kBytesShared, stream);
+  launch_clusters(gemm_kernel<End>, params, stream);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Launch of one matrix-product kernel. Kinds of epilogue are compiled in files of their own, side by side.
+// What launches of the matrix-product kernels share: sizes, and which kernel suits them.
 #pragma once
 #include "halves.cuh"
 #include "tensor_map.h"
@@ -32,10 +32,10 @@ inline int clusters_of(const Params& params) {
 }
 
 template <typename Kernel>
-void launch_clusters(Kernel kernel, const Params& params, int threads, int bytes, cudaStream_t stream) {
+void launch_clusters(Kernel kernel, const Params& params, cudaStream_t stream) {
   const int clusters = clusters_of(params);
   if (clusters == 0) return;
-  kernel<<<clusters * kCluster, threads, bytes, stream>>>(params);
+  kernel<<<clusters * kCluster, kThreads, kBytesShared, stream>>>(params);
   check(cudaGetLastError(), "matrix product launch");
 }
 

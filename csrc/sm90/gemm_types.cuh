@@ -12,7 +12,9 @@ constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2, kByt
 constexpr int kBytesStaging = 64 * kLeaf * 2;  // for one consumer warpgroup
 // Rows beyond whole tiles of rows, up to so many, that a tile with sharing may carry along (carried.cuh).
 constexpr int kCarried = 32, kBytesCarried = kCarried * kTileK * 2;
-constexpr int kBytesShared = kStages * kBytesStage + 2 * kBytesStaging + 256 + 1024;
+constexpr int kBytesBarriers = 256;
+constexpr int kBytesShared = kStages * kBytesStage + 2 * kBytesStaging + kBytesBarriers + 1024;
+static_assert(2 * kStages * 8 + 24 <= kBytesBarriers);  // of stages and of the broadcast of tiles, with the tile
 
 constexpr int kBeyond = 1 << 30;  // a coordinate outside of every matrix
 constexpr int kLeastTokens = 160;  // in a tile with tokens as columns
@@ -85,7 +87,7 @@ struct Params {
   int* counter;            // zero at launch
   Kept kept;               // of kernels that store
   CUtensorMap carried;     // logits: A of problem 0 in boxes of half the carried rows
-  CUtensorMap stores;      // logits: bf16 output in boxes of 64 columns and the rows that a warp stores at a time
+  CUtensorMap stores;      // bf16 output of logits or dW, in boxes of 64 columns and the rows that a warp stores at a time
 };
 
 // Sizes of a problem, known when the kernel starts. Tiles are numbered over clusters.
@@ -175,7 +177,7 @@ __device__ __forceinline__ Tile locate(const Params& params, const Shape* shapes
 }
 
 // A tile as the scheduler broadcasts it to a block: its first row, below which flags lie, and its first column. kEnd: there is
-// none. kLocate: its number in the raster instead.
+// none. kLocate: in place of the column its number in the raster.
 struct TileAt {
   static constexpr int kShares = 1, kCarries = 2, kEnd = 4, kLocate = 8;
   static_assert(kCluster == 2);

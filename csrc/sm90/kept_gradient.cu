@@ -8,7 +8,6 @@ namespace rlk::sm90 {
 namespace {
 
 constexpr int kThreadsBefore = 256, kWarpsBefore = kThreadsBefore / 32;
-constexpr int kRowsBefore = 8, kPartsBefore = kJobRows / kRowsBefore;  // few units: a job has several warps
 
 // The first `others` blocks write the table of rows, zeros, and what units lack; the others make the first units.
 __global__ void __launch_bounds__(kThreadsBefore) before_products_kernel(
@@ -42,12 +41,11 @@ __global__ void __launch_bounds__(kThreadsBefore) before_products_kernel(
     if (thread == 0) *kept.next = *kept.finished = shape.jobs(shape.head);
     return;
   }
-  const int parts = shape.jobs(shape.head) * kPartsBefore, step = static_cast<int>(gridDim.x - others) * kWarpsBefore;
-  for (int i = static_cast<int>(blockIdx.x - others) * kWarpsBefore + static_cast<int>(threadIdx.x) / 32; i < parts; i += step) {
-    KeptJob job = shape.job(i / kPartsBefore);
+  const int jobs = shape.jobs(shape.head), step = static_cast<int>(gridDim.x - others) * kWarpsBefore;
+  for (int i = static_cast<int>(blockIdx.x - others) * kWarpsBefore + static_cast<int>(threadIdx.x) / 32; i < jobs; i += step) {
+    const KeptJob job = shape.job(i);
     if (job.row < 0) continue;
-    job.row += i % kPartsBefore * kRowsBefore;
-    make_gradients<kRowsBefore, kRowsBefore>(kept, shape, job, threadIdx.x % 32, [&](int row) { return row_grad(rows, upstream, row); });
+    make_gradients<8>(kept, shape, job, threadIdx.x % 32, [&](int row) { return row_grad(rows, upstream, row); });
   }
 }
 
@@ -59,11 +57,11 @@ void before_products(const Params& params, const Rows& rows, const Upstream& ups
   const int64_t tokens = problem.rows;
   const int64_t units = ceil_div(tokens, kUnitRows) * static_cast<int64_t>(ceil_div(problem.depth, kUnitColumns));
   const int64_t slices = ceil_div(std::min<int64_t>(tokens, kUnitRows), kJobRows);
-  const int64_t parts = units / kHead * slices * kUnitAcross * kPartsBefore;
+  const int64_t jobs = units / kHead * slices * kUnitAcross;
   const unsigned others = blocks(tokens, kThreadsBefore);
   const unsigned most = static_cast<unsigned>(clusters) * kCluster * 3;  // of three blocks on a processor
   launch_dependent("gradients before products", before_products_kernel,
-                   {others + std::min(blocks(parts, kWarpsBefore), most), kThreadsBefore}, stream, params, rows, upstream, table,
+                   {others + std::min(blocks(jobs, kWarpsBefore), most), kThreadsBefore}, stream, params, rows, upstream, table,
                    clusters, others);
 }
 

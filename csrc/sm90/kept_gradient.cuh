@@ -96,8 +96,8 @@ __device__ __forceinline__ void prefetch(const Kept& kept, const KeptShape& shap
   }
 }
 
-// By one warp. Count: rows of the job, from its first one on. Ahead: rows at a time. grad_of(row): what the row's gradients need.
-template <int Count, int Ahead, typename GradOf>
+// By one warp. Ahead: rows at a time. grad_of(row): what the row's gradients need.
+template <int Ahead, typename GradOf>
 __device__ __forceinline__ void make_gradients(
     const Kept& kept, const KeptShape& shape, const KeptJob& job, int lane, GradOf grad_of) {
   // Lane i knows what row i needs: a factor for each leaf, the weight, and the gradient of its target where that is here.
@@ -105,7 +105,7 @@ __device__ __forceinline__ void make_gradients(
   __nv_bfloat16* values = kept.values + static_cast<int64_t>(job.row) * stride + job.column;
   float factor[2] = {}, weight = 0.0f;
   unsigned own = 0;  // bf16, and above it the target's column + 1
-  if (const int row = job.row + lane; lane < Count && row < shape.rows) {
+  if (const int row = job.row + lane; row < shape.rows) {
     const float* leaf_max = kept.leaf_max + static_cast<int64_t>(row) * kept.leaves + job.column / kLeaf;
     const float left = leaf_max[0], right = job.column + kLeaf < shape.columns ? leaf_max[1] : left;
     const int64_t target = kept.targets[row] - kept.start - job.column;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void make_gradients(
   const bool inside = job.column + lane * 8 < shape.columns;
   const int read = inside ? shape.rows - job.row : 0, write = inside ? shape.store_rows - job.row : 0;  // rows
 #pragma unroll 1
-  for (int first = 0; first < Count; first += Ahead) {
+  for (int first = 0; first < kJobRows; first += Ahead) {
     uint4 packed[Ahead];
 #pragma unroll
     for (int i = 0; i < Ahead; ++i, from += stride * 2) {
@@ -173,7 +173,7 @@ __device__ __forceinline__ void make_all_gradients(const Kept& kept, const KeptS
     number = take();
     int done = -1;
     if (job.row >= 0) {
-      make_gradients<kJobRows, 4>(kept, shape, job, lane, [&](int row) { return load_row_grad(kept.table, row); });
+      make_gradients<4>(kept, shape, job, lane, [&](int row) { return load_row_grad(kept.table, row); });
       proxy_fence();  // whoever waits for the count reads by the copy engine
       __syncwarp();
       done = shape.unit_of(job.row, job.column);

@@ -4,6 +4,12 @@
 
 namespace rlk::sm90 {
 
+// Sum of this lane's and lane ^ across's `second` where takes_second holds, else of their `first`; they differ in it.
+__device__ __forceinline__ float swap_add(float first, float second, bool takes_second, int across) {
+  const float keep = takes_second ? second : first, give = takes_second ? first : second;
+  return __fadd_rn(keep, __shfl_xor_sync(~0u, give, across));
+}
+
 // Where nothing is kept.
 struct NoStager {
   static constexpr int kRows = 0;

@@ -12,7 +12,7 @@ void launch_logits(const Params& params, cudaStream_t stream) {
           "shared memory");
     return 0;
   });
-  launch_clusters(logits_kernel<Kind, End, Carry, Stores>, params, kThreads, kBytesShared, stream);
+  launch_clusters(logits_kernel<Kind, End, Carry, Stores>, params, stream);
 }
 
 template <int Kind, bool Stores>

@@ -77,15 +77,9 @@ __device__ __forceinline__ void barrier_expect_remote(uint32_t barrier, uint32_t
       : "memory");
 }
 
-// A value that another block of the cluster will replace once told that it has been read. Acquire: what follows, an arrival
+// Two values that another block of the cluster will replace once told that it has been read. Acquire: what follows, an arrival
 // above all, waits until the value is here. A plain load is only under way then, and where stores fill the memory pipe it stays
 // so for longer than the replacement takes.
-__device__ __forceinline__ int read_shared(uint32_t address) {
-  int value;
-  asm volatile("ld.acquire.cta.shared::cta.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-
 __device__ __forceinline__ int2 read_shared_pair(uint32_t address) {
   uint64_t value;
   asm volatile("ld.acquire.cta.shared::cta.b64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");

@@ -136,10 +136,8 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(
       const float2 leaf = first + g * kMergeThreads + static_cast<int>(threadIdx.x) < leaves
           ? leaf_value(leaf_max[g], leaf_sum[g], leaf_mean[g], top)
           : make_float2(0.0f, 0.0f);
-      float subtree = swap_add(leaf.x, leaf.y, lane & 1, 1);
-#pragma unroll
-      for (int i = 2; i < 32; i *= 2) subtree = __fadd_rn(subtree, __shfl_xor_sync(~0u, subtree, i));
-      if (lane < 2) reinterpret_cast<float*>(&groups[group])[lane] = subtree;
+      const float2 subtree = make_float2(tree_of_lanes(leaf.x), tree_of_lanes(leaf.y));
+      if (lane == 0) groups[group] = subtree;
     }
     first += kMergeLeaves;
     if (first >= leaves) break;

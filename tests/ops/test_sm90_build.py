@@ -89,6 +89,7 @@ def test_compiles_without_spills(tmp_path, name):
     # Copies to global memory start when what was written for them is visible to them, and have read it before the end.
     for *stores, after in [kernel.split("UTMACMDFLUSH") for kernel in kernels]:
         assert all(re.search(r"FENCE\.VIEW\.ASYNC(?:(?!STSM).)*UTMASTG", part, re.S) for part in stores)
+        assert not stores or "STSM" in stores[0].split("UTMASTG")[0]
         assert not stores or "DEPBAR.LE SB0, 0x0" in after
     # Kernels that may start before the one in front has ended wait for it ahead of their first access to memory.
     source = (SOURCES / f"{name}.cu").read_text(encoding="utf-8")
@@ -119,7 +120,7 @@ READER = """
 using namespace rlk::sm90;
 __global__ void __cluster_dims__(2, 1, 1) kernel(int* out) {
   __shared__ uint64_t barrier;
-  __shared__ int value;
+  __shared__ int2 value;
   int seen;
   READ
   barrier_arrive(smem_address(&barrier), 0);
@@ -132,7 +133,7 @@ __global__ void __cluster_dims__(2, 1, 1) kernel(int* out) {
 def test_an_arrival_that_may_overtake_a_load_is_found(tmp_path):
     plain = r'asm volatile("ld.shared.b32 %0, [%1];" : "=r"(seen) : "r"(smem_address(&value)) : "memory");'
     found = []
-    for read in (plain, "seen = read_shared(smem_address(&value));"):
+    for read in (plain, "seen = read_shared_pair(smem_address(&value)).x;"):
         source, cubin = tmp_path / "reader.cu", tmp_path / "reader.cubin"
         source.write_text(READER.replace("READ", read), encoding="utf-8")
         subprocess.run(["nvcc", *FLAGS, f"-I{SOURCES}", "-cubin", "-o", str(cubin), str(source)], check=True)

@@ -58,8 +58,12 @@ def mixed_temperature(tokens):
     return temperature
 
 
+# Hidden sizes about which the halves of a tile begin to end apart.
+SHORT = [(300, hidden, 2688, 2601) for hidden in (64, 192, 200, 256, 264)]
+
+
 @pytest.mark.parametrize("entropy", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES + SHORT)
 def test_schedules_and_backends_agree(shape, entropy):
     h, w, t = operands(*shape)
     t[5:9] = -100
@@ -209,7 +213,7 @@ def test_tokens_as_columns_of_a_segment(tokens):
 
 
 @pytest.mark.parametrize("last", [1, 15, 16, 17, 28, 31, 32, 33, 63, 64])
-@pytest.mark.parametrize("tiles", [4, 12])
+@pytest.mark.parametrize("tiles", [2, 4, 12])
 def test_zeros_left_out_of_dw_change_nothing(tiles, last):
     """The second half of the last tile of tokens, where it is zeros, is multiplied only where the chain continues."""
     tokens = tiles * 64 + last
@@ -374,14 +378,40 @@ def test_no_tile_is_lost_between_long_stores(tokens, ignored):
         assert differing(rounded[:40000], expected[:40000]) == 0, (repeat, where(rounded[:40000], expected[:40000]))
 
 
+@pytest.mark.parametrize("active", [1, 63, 64, 65, 128])
+def test_dw_of_fewer_rows_than_its_tiles_have(active):
+    d, w, h = product_operands(129, 1024, 2048)
+    d[active:], h[active:] = 0, 0
+    whole, found, more = (torch.empty(w.shape, device="cuda") for _ in range(3))
+    sm90.products(d[:active], w, h[:active], dw=whole)
+    taken = torch.tensor([active], device="cuda", dtype=torch.int32)
+    sm90.products(d, w, h, dw=found, active=taken)
+    assert_same([whole], [found])
+    d[active] = d[0]
+    h[active] = h[0]
+    sm90.products(d, w, h, dw=more)
+    assert differing(more, found) > 0
+
+
+@pytest.mark.parametrize("tokens", [300, 284])
+def test_kept_values_stay_in_their_columns(tokens):
+    h, w, t = operands(tokens, 320, 2688, 301)
+    expected, wide = sm90.new_kept(tokens, 301, h.device), torch.full((tokens, 512), 7.0, device="cuda").bfloat16()
+    stats, _ = sm90.leaf_stats(h, w, None, t, 301, expected)
+    others, _ = sm90.leaf_stats(h, w, None, t, 301, wide[:, :301])
+    assert_same([stats, expected.contiguous()], [others, wide[:, :301].contiguous()])
+    assert bool((wide[:, 304:] == 7).all()) and differing(expected[:, 1:], expected[:, :-1]) > 0
+
+
 # Rows beyond whole tiles of 128: 1 to 32 of them are carried by other tiles, of 256 and more that take part.
 CARRIED = [257, 284, 288, 289, 543, 796, 1820, 389]
 
 
+@pytest.mark.parametrize("hidden", [200, 256, 320])
 @pytest.mark.parametrize("vocabulary", [2560, 2901, 700])
 @pytest.mark.parametrize("tokens", CARRIED)
-def test_carried_rows(tokens, vocabulary):
-    h, w, t = operands(tokens, 320, vocabulary + 8, vocabulary)
+def test_carried_rows(tokens, vocabulary, hidden):
+    h, w, t = operands(tokens, hidden, vocabulary + 8, vocabulary)
     t[-1], t[-2] = vocabulary - 1, 130
     common = {"temperature": mixed_temperature(tokens), "global_vocab_size": vocabulary}
     kept = both(h, w, t, **common)
