@@ -14,9 +14,10 @@ other round goes in reverse order, so that a drift of the clock meets all. The u
 peer that only takes the mean loss is marked. Inputs have the peaked softmax of a trained model; the policy loss is that
 of the rollout's own weights, where no ratio is clipped (a row whose gradient is zero costs less).
 
-A card at its power limit has two clocks: after a rest an H200 (700 W) runs these products at 1600 to 1700 MHz for 26 to
-45 ms, then the limit takes it down to about 1370 MHz, where it stays. A figure belongs to one of the two, by the same
-rules for all and for the plain cuBLAS products of the shape (logits, dH, dW: what is needed without any softmax):
+A card that meets its power limit has two clocks: after a rest it runs such products faster for some tens of
+milliseconds than from then on (an H200 for 26 to 45 ms: reports/linear_logp_sm90.md). A figure belongs to one of the
+two, by the same rules for all and for the plain cuBLAS products of the shape (logits, dH, dW: what is needed without
+any softmax):
 
 ``queued``: a stretch of calls after a rest, which follow each other without waiting for the GPU in between. How many is
 chosen by a first estimate of their time; the first (the first three of many) and those that end later than 25 ms after

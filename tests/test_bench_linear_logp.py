@@ -253,7 +253,7 @@ def test_tables_tell_who_is_faster_and_why_others_are_missing(tmp_path: Path) ->
     text = (tmp_path / "run.md").read_text()
     for part in ("both, queued", "both, sustained"):
         assert f"| T3 | {part} | kept | 9.10 | 0.905 (0.900 to 0.911): faster | torch.compile, 10.1 ms |" in text
-    assert "| T3 | forward, queued | kept | 9.10 | 0.905, at two clocks | torch.compile, 10.1* ms |" in text
+    assert "| T3 | forward, queued | kept | 9.10 | 0.905, clocks mixed | torch.compile, 10.1* ms |" in text
     assert "queued: logits 2.50 ms, all three 8.00 ms, sustained: logits 3.00 ms, all three 9.00 ms." in text
     assert "| kept | 1.15 | sustained | library | T3 1.011 | none |" in text and table.REGIMES[:20] in text
     assert "failure: not finite" in text and "blocked: verl is not installed" in text and "blocked: not reached" in text
@@ -286,6 +286,19 @@ def test_ratios_around_one_call_no_one_faster() -> None:
     ours = {"both_queued_ms": 10.0, "both_queued_turns_ms": [9.9, 10.1]}
     other = {"both_queued_ms": 10.0, "both_queued_turns_ms": [10.0, 10.0]}
     assert table.verdict(ours, other, "both_queued") == "1.000 (0.990 to 1.010): within the spread"
+
+
+def test_figures_of_mixed_clocks_are_not_judged() -> None:
+    mixed = report()
+    rows = mixed["rows"]
+    assert isinstance(rows, list)
+    for row in rows:
+        row["both_queued_cold"] = False  # of both sides, so that their ratio alone looks fair
+    text = table.markdown(mixed)
+    assert "| T3 | both, queued | kept | 9.10* | 0.905, clocks mixed | torch.compile, 10.1* ms |" in text
+    assert "| T3 | both, sustained | kept | 9.10 | 0.905 (0.900 to 0.911): faster |" in text
+    judged = "| kept | 1.15 | queued |"
+    assert judged not in text and judged in table.markdown(report())
 
 
 def test_a_page_of_something_else_is_not_overwritten(tmp_path: Path) -> None:

@@ -60,12 +60,6 @@ __device__ __forceinline__ void divide_rows(float (&acc)[64], const float (&divi
   }
 }
 
-// Staged values that have yet to leave.
-struct Leaving {
-  int row, column;
-  bool any;
-};
-
 // Columns of one row of a half, as a thread's accumulators have them: x[4 j + b] is column 8 j + 2 (lane % 4) + b.
 template <typename Stage>
 __device__ __forceinline__ void stage_row(const float* x, int h, const Stage& stager, int lane) {

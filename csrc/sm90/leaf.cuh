@@ -18,6 +18,12 @@ struct NoStager {
   __device__ __forceinline__ void flush(int, int, int) const {}
 };
 
+// Staged values that have yet to leave.
+struct Leaving {
+  int row, column;
+  bool any;
+};
+
 // Sums over the 128 columns of one leaf, of two values for each of two rows. The tree over adjacent pairs of columns: lane q
 // of a quad has columns 8 j + 2 q and 8 j + 2 q + 1, whose sums are the x below. Over q lanes swap: of two values a lane
 // sums one and its neighbour the other, so that a lane ends with one of the four. Over j it is alone with it.

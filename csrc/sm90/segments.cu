@@ -71,20 +71,6 @@ __device__ __forceinline__ void add(const float (&left)[64], const float (&right
   for (int i = 0; i < 64; ++i) to[i] = __fadd_rn(left[i], right[i]);
 }
 
-// 16 x 128 of one warp as bf16 to shared memory: two boxes of 64 columns with 128-byte swizzle.
-__device__ __forceinline__ void stage_boxes(const float (&acc)[64], uint32_t to, int lane) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-#pragma unroll
-    for (int j = 0; j < 16; j += 4) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) packed[i] = pack(acc[(j + i) * 4 + 2 * h], acc[(j + i) * 4 + 2 * h + 1]);
-      store_matrices(to + j / 8 * 2048 + (lane % 8 + 8 * h) * 128 + (((j % 8 + lane / 8) ^ (lane % 8)) * 16), packed);
-    }
-  }
-}
-
 // fp32 of one thread's 64 x 128 accumulators: row and column of its first value.
 __device__ __forceinline__ void store_floats(const float (&acc)[64], const Segments& task, int row, int column) {
   float* out = static_cast<float*>(task.out) + static_cast<int64_t>(row) * task.cols + column;
@@ -215,14 +201,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     const auto store = [&](const float (&acc)[64]) {
       stores_have_read();
       __syncwarp();  // the memory is free
-      stage_boxes(acc, mine, lane_now());
-      store_fence();
-      __syncwarp();
-      if (lane_now() == 0) {
-        store_tile(&task.to, mine, column, row);
-        store_tile(&task.to, mine + 2048, column + 64, row);
-        stores_commit();
-      }
+      const BulkStager<16> stager{mine, &task.to};
+      const int lane = lane_now();
+      stage_row(acc, 0, stager, lane);
+      stage_row(acc + 2, 1, stager, lane);
+      stager.flush(row, column, lane_now());
     };
     const auto store_wide = [&](const float (&acc)[64]) {  // takes its time
       store_floats(acc, task, row + lane_now() / 4, column + lane_now() % 4 * 2);

@@ -400,7 +400,10 @@ def test_kept_values_stay_in_their_columns(tokens):
     stats, _ = sm90.leaf_stats(h, w, None, t, 301, expected)
     others, _ = sm90.leaf_stats(h, w, None, t, 301, wide[:, :301])
     assert_same([stats, expected.contiguous()], [others, wide[:, :301].contiguous()])
-    assert bool((wide[:, 304:] == 7).all()) and differing(expected[:, 1:], expected[:, :-1]) > 0
+    assert bool((wide[:, 304:] == 7).all())
+    warmer, temperature = sm90.new_kept(tokens, 301, h.device), torch.full((tokens,), 1.01, device="cuda")
+    other, _ = sm90.leaf_stats(h, w, temperature, t, 301, warmer)
+    assert differing(other, stats) > 0 and differing(warmer, expected) > 0
 
 
 # Rows beyond whole tiles of 128: 1 to 32 of them are carried by other tiles, of 256 and more that take part.
