@@ -106,11 +106,19 @@ struct Pairs {
       }
     }
   }
-  __device__ __forceinline__ void store(const float (&acc)[64], float* to, bool add) const {
+  // Round: the sums go to these bf16 rows, where each has its place.
+  template <bool Round = false>
+  __device__ __forceinline__ void store(
+      const float (&acc)[64], float* to, bool add, __nv_bfloat16* rounded = nullptr, const int64_t* row_of = nullptr) const {
+    [[maybe_unused]] __nv_bfloat16* places[2];
+    if constexpr (Round) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) places[h] = rounded + (row + 8 * h < rows ? row_of[row + 8 * h] : 0) * cols + column;
+    }
     float* first[2] = {start(to), start(to) + 8 * static_cast<int64_t>(cols)};
 #pragma unroll
     for (int part = 0; part < 32; part += kBatch) {
-      float2 before[kBatch];
+      float2 before[kBatch] = {};  // else what is not read keeps registers
 #pragma unroll
       for (int i = part; i < part + kBatch; ++i) {
         if (add && inside(i)) before[i - part] = __ldcg(reinterpret_cast<const float2*>(first[i % 2] + (i / 2) * 8));
@@ -119,11 +127,22 @@ struct Pairs {
       for (int i = part; i < part + kBatch; ++i) {
         float2 value = make_float2(acc[2 * i], acc[2 * i + 1]);
         if (add) value = make_float2(__fadd_rn(before[i - part].x, value.x), __fadd_rn(before[i - part].y, value.y));
-        if (inside(i)) __stcg(reinterpret_cast<float2*>(first[i % 2] + (i / 2) * 8), value);
+        if constexpr (Round) {
+          if (inside(i)) *reinterpret_cast<uint32_t*>(places[i % 2] + (i / 2) * 8) = pack(value.x, value.y);
+        } else {
+          if (inside(i)) __stcg(reinterpret_cast<float2*>(first[i % 2] + (i / 2) * 8), value);
+        }
       }
     }
   }
 };
+
+// By asm: the compiler would make the addresses of all rows first.
+__device__ __forceinline__ __nv_bfloat16* row_at(__nv_bfloat16* rows, int row, int cols) {
+  __nv_bfloat16* to;
+  asm volatile("mad.wide.s32 %0, %1, %2, %3;" : "=l"(to) : "r"(row), "r"(cols * 2), "l"(rows));
+  return to;
+}
 
 // 128 columns of a product. What is bf16 stays staged, until leave_half.
 __device__ __forceinline__ void store_half(
@@ -150,7 +169,12 @@ __device__ __forceinline__ void store_block(
   const Problem& problem = *tile.problem;
   int* order = problem.order + (tile.index * kCluster + static_cast<int>(rank)) * 2 + group;
   if (tile.block > 0 && half == 0) await(order, tile.block);  // another cluster may have made the blocks before
-  Pairs(tile, half, group, thread).store(acc, problem.out_float, tile.block > 0 || problem.continues != 0);
+  const Pairs pairs(tile, half, group, thread);
+  if (tile.rounds()) {  // there are blocks before
+    pairs.store<true>(acc, problem.out_float, true, problem.rounded, problem.row_of);
+  } else {
+    pairs.store(acc, problem.out_float, tile.block > 0 || problem.continues != 0);
+  }
   if (half == 1) {
     __threadfence();
     named_barrier(1 + group, 128);

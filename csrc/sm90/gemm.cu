@@ -140,6 +140,8 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     problem.out_float = task.dh;
     problem.continues = task.dh_continues;
     problem.order = task.order;
+    problem.rounded = static_cast<__nv_bfloat16*>(task.rounded);
+    problem.row_of = task.row_of;
   }
   if (task.kept != nullptr) {
     if (task.dh == nullptr || task.first_column != 0) {
@@ -173,7 +175,9 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
   }
   // The halves of a tile of dw end apart where it has tiles of k enough, or takes a few of zeros as well because few rows
   // take part.
-  if (task.dw != nullptr && task.dw_init == nullptr && tokens > (kBegin + kWeightEnd) * kTileK) {
+  if (task.dw == nullptr) {
+    launch<kWeightEnd>(params, stream);
+  } else if (task.dw_init == nullptr && tokens > (kBegin + kWeightEnd) * kTileK) {
     params.problem[params.problems - 1].least = kBegin + kWeightEnd + 1;
     launch<kWeightEnd>(params, stream);
   } else {

@@ -132,7 +132,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     }
   } else {
     registers_up<224>();
-    const int own = group - 1;
+    const int own = __shfl_sync(~0u, group - 1, 0);  // known to be uniform
     ConsumerOf<kStages> consumer{base, full, empty, own, thread, {}, {}};
     auto stager = [&] {
       return BulkStager<16>{staging + (thread_now() / 32 - 4) * BulkStager<16>::kBytes, &params.stores};

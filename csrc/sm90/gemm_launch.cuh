@@ -48,7 +48,8 @@ inline bool logits_apart(const Problem& problem) { return ceil_div(problem.depth
 // Whether the rows of statistics may be carried along (carried.cuh).
 inline bool may_carry(const Problem& problem) {
   const int rest = problem.rows % kTileM;
-  return problem.rows >= kCluster * kTileM && rest > 0 && rest <= kCarried && logits_apart(problem);
+  return problem.rows >= kCluster * kTileM && rest > 0 && rest <= kCarried && logits_apart(problem) &&
+      ceil_div(problem.depth, kTileK) > kStages;
 }
 
 }  // namespace rlk::sm90

@@ -53,6 +53,8 @@ struct Problem {
   int least;                // tiles of k a tile has at least; those beyond K are zeros, which change no sum
   int* order;               // kBlocks: zeros, 4 for each tile of a cluster: blocks finished
   int box;                  // kBlocks: half of the most tokens a tile may have as columns
+  __nv_bfloat16* rounded;   // kBlocks: [.., N], or null: the last block is added to the others on its way there
+  const int64_t* row_of;    // kBlocks: which of its rows
 };
 
 struct Vocabulary {
@@ -139,6 +141,10 @@ struct Tile {
   int block, index;      // kBlocks: block of k, and which tile of the cluster
   bool shares;           // the blocks of the cluster have the columns of B in common
 
+  // It is the last block of k of a sum that is rounded. A vote: the same for the whole warp, and known to be.
+  __device__ __forceinline__ bool rounds() const {
+    return __any_sync(~0u, problem->rounded != nullptr && (block + 1) * kBlockTiles >= shape->tiles_k);
+  }
   // The rows in no tile come along with those of the first pair.
   __device__ __forceinline__ bool carries() const { return m < kCluster * kTileM && shape->rows > shape->tiled(); }
 };
@@ -158,10 +164,12 @@ __device__ __forceinline__ Tile locate(const Params& params, const Shape* shapes
     tile.k_first += tile.block * kBlockTiles * kTileK;
     tile.k_tiles = min(kBlockTiles, shape.tiles_k - tile.block * kBlockTiles);
   }
-  // Raster: groups of columns; in a group pairs of row tiles, then the odd row tile, so that B stays in L2.
+  // Raster: groups of columns; in a group pairs of row tiles, then the odd row tile, so that B stays in L2. The last group has
+  // the columns left over as well: tiles that carry rows take longest and would otherwise be among the last ones of all.
   const int per_group = shape.pairs * problem.group + shape.odd * (problem.group / kCluster);
-  const int group = local / per_group, inside = local % per_group, first = group * problem.group;
-  const int width = min(problem.group, shape.tiles_n - first), wide = inside - shape.pairs * width;
+  const int groups = max(shape.tiles_n / problem.group, 1), group = min(local / per_group, groups - 1);
+  const int inside = local - group * per_group, first = group * problem.group;
+  const int width = group + 1 < groups ? problem.group : shape.tiles_n - first, wide = inside - shape.pairs * width;
   if (wide >= 0) {
     tile.m = shape.pairs * kCluster * kTileM;
     tile.n = (first + wide * kCluster + static_cast<int>(rank)) * kTileN;

@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(kThreadsBefore) before_products_kernel(
   const Kept& kept = params.kept;
   const int active = static_cast<int>(max(active_of(rows.active, rows.skipped, INT_MAX), static_cast<int64_t>(0)));
   const bool makes = blockIdx.x >= others;
+  set_rows_to_zero(upstream);
   if (threadIdx.x == 0) {
     Shape dh;
     dh.set<kStore, true>(params.problem[0], active, false);

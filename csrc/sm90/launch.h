@@ -37,6 +37,8 @@ struct Backward {
   float* dh = nullptr;                    // [T, H], blocks of 16384 columns added in order
   bool dh_continues = false;              // the first block is added as well
   int* order = nullptr;                   // zeros, 4 for each 256 x 256 of dh
+  void* rounded = nullptr;                // not null: dh ends here as bf16, row row_of[i] for row i; `dh` keeps sums before
+  const int64_t* row_of = nullptr;
   void* dw = nullptr;  // [V, H]
   int dw_output = 0;   // 0 bf16, 1 fp32, 2 fp32 += sum
   const float* dw_init = nullptr;
@@ -85,6 +87,8 @@ struct Upstream {
   const int64_t* order = nullptr;  // row of a slot
   int* zeros = nullptr;            // set to zero as well: counters of the launches that follow
   int64_t zero_count = 0;
+  Matrix zero_rows;                // bf16, its rows that take no part as well, of which `place` is -1
+  const int* place = nullptr;
 };
 // Values of rows [T, 8] by slot, for `recompute`.
 void row_table(Rows rows, Upstream upstream, int64_t tokens, float* table, cudaStream_t stream);

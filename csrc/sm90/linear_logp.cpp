@@ -199,6 +199,14 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
   upstream.order = slots.order;
   upstream.zeros = counter;
   upstream.zero_count = chunks * (4 + orders);
+  // A chain of blocks ends as bf16 by row, a tree of segments is rounded at the end.
+  const bool direct = need_hidden && by_row && segments == 1 && columns > kBlockColumns;
+  Tensor rounded;
+  if (need_hidden && by_row) rounded = new_tensor(picked, half, {tokens, width});
+  if (direct) {
+    upstream.zero_rows = matrix(rounded, "rounded");
+    upstream.place = slots.place;
+  }
   Rows rows = slots.rows(start, columns);
   Matrix buffer{};
   Tensor own_buffer;
@@ -272,6 +280,8 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
       char* own = weight_gradient == nullptr ? nullptr : weight_gradient + first * width * (wide ? 4 : 2);
       task.columns = count;
       task.dh_continues = joins || first > begin;
+      task.rounded = direct && next == columns ? rounded.data_ptr() : nullptr;
+      task.row_of = slots.order;
       task.order = counter + 4;
       // Few tiles of dh leave processors idle at the end: tiles of dw fill them. Many do not.
       if (sums != nullptr && own != nullptr && orders / 4 * ((count + kBlockColumns - 1) / kBlockColumns) > kSeparate) {
@@ -285,12 +295,13 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
         backward(task, counter + 1, stream);
       }
       upstream.zero_count = 0;  // the first kernel in front has set the zeros of all chunks
+      upstream.zero_rows = {};
     }
     if (need_hidden) tree.push(total, joins ? 2 : 1);
   }
+  if (direct) return rounded;
   Tensor dh = need_hidden ? tree.take() : new_tensor(picked, real, {0, 0});
   if (!need_hidden || !by_row) return dh;
-  Tensor rounded = new_tensor(picked, half, {tokens, width});
   place_rows(floats(dh, "dh"), slots.place, matrix(rounded, "rounded"), stream);
   return rounded;
 }

@@ -32,6 +32,17 @@ __device__ __forceinline__ void write_row(float* table, int64_t slot, const RowG
   reinterpret_cast<float4*>(table)[slot * 2 + 1] = make_float4(grad.weight, grad.ent, 0.0f, 0.0f);
 }
 
+// Rows of bf16 that take no part, by all warps of all blocks.
+__device__ __forceinline__ void set_rows_to_zero(const Upstream& upstream) {
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * (blockDim.x / 32), chunks = upstream.zero_rows.cols / 8;
+  uint4* rows = static_cast<uint4*>(upstream.zero_rows.data);
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32; row < upstream.zero_rows.rows;
+       row += warps) {
+    if (upstream.place[row] >= 0) continue;
+    for (int64_t i = threadIdx.x % 32; i < chunks; i += 32) rows[row * chunks + i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
 // By the threads of `blocks` blocks.
 __device__ __forceinline__ void set_zeros(const Upstream& upstream, unsigned blocks) {
   const int64_t threads = static_cast<int64_t>(blocks) * blockDim.x;

@@ -194,6 +194,7 @@ __global__ void __launch_bounds__(128) row_table_kernel(Rows rows, Upstream upst
   await_previous();
   let_next_start();
   set_zeros(upstream, gridDim.x);
+  set_rows_to_zero(upstream);
   const int64_t slot = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (slot >= active_of(rows.active, rows.skipped, tokens)) return;
   write_row(table, slot, row_grad(rows, upstream, slot));
@@ -212,6 +213,7 @@ __global__ void __launch_bounds__(256) gradient_kernel(
   await_previous();
   let_next_start();
   set_zeros(upstream, gridDim.x);
+  set_rows_to_zero(upstream);
   const int64_t active = active_of(rows.active, rows.skipped, tokens);
   const int64_t first = static_cast<int64_t>(blockIdx.x % row_blocks) * kRowsPerThread, end = (active + 63) / 64 * 64;
   if (first >= end) return;

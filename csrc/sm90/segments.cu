@@ -103,8 +103,10 @@ struct Consumer {
   }
   __device__ __forceinline__ void products(float (&acc)[64], bool first) const {
     constexpr int kStepB = TransposeB ? 2048 : 32;  // bytes from one k16 to the next
-    barrier_wait(full + at.stage * 8, at.phase);
-    const uint32_t stage = base + at.stage * kBytesPair;
+    // Shuffles: known to be the same for the whole warp, so that descriptors are made once and by the uniform unit.
+    const int now = __shfl_sync(~0u, at.stage, 0);
+    barrier_wait(full + now * 8, at.phase);
+    const uint32_t stage = base + now * kBytesPair;
     const uint64_t a = descriptor(stage + own * kBytesHalf, 8192, 1024);
     const uint64_t b = descriptor(stage + kBytesOperand, 8192, 1024);
     wgmma_fence();
@@ -188,7 +190,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     }
   } else {
     registers_up<240>();
-    const int own = group - 1, length = task.parts * task.part_tiles;
+    const int own = __shfl_sync(~0u, group - 1, 0), length = task.parts * task.part_tiles;
     const uint32_t mine = waiting + (own * 4 + thread / 32) * kBytesOwn<Count>;
     Consumer<kDepth, TransposeB> consumer{base, full, empty, own, thread};
     float x[64], y[64];

@@ -91,6 +91,34 @@ def test_segments_agree(segments, entropy):
     assert differing(both(h, w, t, global_vocab_size=SHAPES[1][3], entropy=entropy)[3], kept[3])
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("keep", [40003, 0])
+@pytest.mark.parametrize("tokens, width", [(7, 520), (300, 520), (300, 1024), (796, 1024), (1820, 520), (2100, 1024)])
+def test_hidden_gradient_by_row_is_the_sum_by_slot(tokens, width, keep, share):
+    """The last block of columns ends as bf16 rows in their places; rows that take no part are zeros."""
+    columns = 40003  # three blocks
+    h, w, t = operands(tokens, width, columns + 61, columns)
+    g = torch.Generator(device="cuda").manual_seed(tokens + width)
+    t[torch.rand(tokens, device="cuda", generator=g) < share] = -100
+    upstream = torch.randn(tokens, device="cuda", generator=g)
+    sm90.WORKSPACE_BYTES = 8 << 20
+
+    def gradient(by_row, upstream):
+        out, slots, stats, kept = sm90.forward(h, w, t, None, 0, columns, -100, float("nan"), keep, True)
+        torch.full(
+            (tokens, width), float("nan"), device="cuda", dtype=torch.bfloat16
+        )  # memory that is not written shows
+        arguments = (upstream, None, None), 0, columns, (1, columns), True, by_row, None
+        return sm90.gradients(w, slots, kept, stats, out, *arguments), slots
+
+    sums, slots = gradient(False, upstream)
+    active = int(slots.active[0])
+    expected = torch.zeros((tokens, width), device="cuda", dtype=torch.bfloat16)
+    expected[slots.order[:active]] = sums[:active].bfloat16()
+    assert_same([gradient(True, upstream)[0]], [expected])
+    assert (differing(gradient(True, upstream * 1.01)[0], expected) > 0) == (active > 0)
+
+
 @pytest.mark.parametrize("mib", [512, 20, 1])
 def test_weight_alone_with_short_segments(mib):
     """Without a gradient of the hidden states nothing is cut at segments, of which 20 MiB keep the first."""
@@ -427,6 +455,25 @@ def test_carried_rows(tokens, vocabulary, hidden):
             assert_same(linear_logp(h[part], w, t[part], **arguments), [x[part] for x in kept[:3]])
     h[-1, 7] += 1.0
     assert [differing(a[-1:], b[-1:]) for a, b in zip(both(h, w, t, **common)[:3], kept[:3], strict=True)] == [1] * 3
+
+
+@pytest.mark.parametrize("hidden", [320, 512])
+def test_carried_rows_of_many_tiles(hidden):
+    """Each cluster has several tiles that carry rows, whose logits meet in memory that those before have used."""
+    h, w, t = operands(796, hidden, 60000, 60000)
+    common = {"temperature": mixed_temperature(796), "global_vocab_size": 60000}
+    kept = both(h, w, t, **common)
+    with torch.no_grad():
+        for _ in range(5):
+            assert_same(linear_logp(h, w, t, **common), kept[:3])
+        whole = linear_logp(
+            h[: 796 - 28], w, t[: 796 - 28], temperature=common["temperature"][: 796 - 28], global_vocab_size=60000
+        )
+        assert_same(whole, [x[: 796 - 28] for x in kept[:3]])
+        alone = linear_logp(h[-28:], w, t[-28:], temperature=common["temperature"][-28:], global_vocab_size=60000)
+        assert_same(alone, [x[-28:] for x in kept[:3]])
+        wrong = linear_logp(h, w, t, temperature=common["temperature"] * 1.0001, global_vocab_size=60000)
+    assert differing(wrong.logp[-28:], kept[0][-28:])
 
 
 @pytest.mark.parametrize("active", [1, 129, 255, 256, 257, 288, 289, 300, 384, 400, 512, 539, 768, 780])
