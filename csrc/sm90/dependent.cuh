@@ -17,6 +17,7 @@ inline unsigned blocks(int64_t count, int64_t each) { return static_cast<unsigne
 
 struct Grid {
   unsigned blocks, threads;
+  unsigned shared = 0;  // bytes of dynamic shared memory
 };
 
 template <typename... Parameters, typename... Arguments>
@@ -25,6 +26,7 @@ void launch_dependent(const char* what, void (*kernel)(Parameters...), Grid grid
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(grid.blocks);
   config.blockDim = dim3(grid.threads);
+  config.dynamicSmemBytes = grid.shared;
   config.stream = stream;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

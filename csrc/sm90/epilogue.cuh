@@ -137,13 +137,6 @@ struct Pairs {
   }
 };
 
-// By asm: the compiler would make the addresses of all rows first.
-__device__ __forceinline__ __nv_bfloat16* row_at(__nv_bfloat16* rows, int row, int cols) {
-  __nv_bfloat16* to;
-  asm volatile("mad.wide.s32 %0, %1, %2, %3;" : "=l"(to) : "r"(row), "r"(cols * 2), "l"(rows));
-  return to;
-}
-
 // 128 columns of a product. What is bf16 stays staged, until leave_half.
 __device__ __forceinline__ void store_half(
     float (&acc)[64], int half, const Tile& tile, const BulkStager<16>& stager, int group, int thread) {

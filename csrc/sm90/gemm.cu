@@ -119,6 +119,10 @@ void launch(const Params& params, cudaStream_t stream) {
 
 }  // namespace
 
+bool rounds_directly(int64_t tokens, int64_t columns) {
+  return columns > static_cast<int64_t>(kBlockTiles) * kTileK && tokens_a_tile(static_cast<int>(tokens), kTileN) == 0;
+}
+
 void backward(Backward task, int* counter, cudaStream_t stream) {
   const int64_t tokens = task.hidden.rows, width = task.hidden.cols, vocabulary_size = task.dlogits.cols;
   if (tokens == 0 || width == 0) return;
@@ -132,8 +136,8 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     problem.b = tensor_map(task.weight, 64, kTileK);
     // As many as suit all tokens: where fewer take part, the kernel chooses a number up to that, or tokens as rows.
     const int columns = tokens_a_tile(static_cast<int>(tokens), kTileN);
-    problem.box = columns > 0 ? (columns / kCluster + 7) / 8 * 8 : kTileN / kCluster;
-    problem.tokens = tensor_map(task.dlogits, kTileK, problem.box);
+    problem.box = task.rounded != nullptr ? 0 : columns > 0 ? (columns / kCluster + 7) / 8 * 8 : kTileN / kCluster;
+    if (problem.box > 0) problem.tokens = tensor_map(task.dlogits, kTileK, problem.box);
     shape(problem, tokens, width, task.columns, kRows);
     problem.k_begin = static_cast<int>(task.first_column);
     problem.output = kBlocks;

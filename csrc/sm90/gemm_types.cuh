@@ -52,8 +52,8 @@ struct Problem {
   int continues;            // kBlocks: the first block is added to out_float as well
   int least;                // tiles of k a tile has at least; those beyond K are zeros, which change no sum
   int* order;               // kBlocks: zeros, 4 for each tile of a cluster: blocks finished
-  int box;                  // kBlocks: half of the most tokens a tile may have as columns
-  __nv_bfloat16* rounded;   // kBlocks: [.., N], or null: the last block is added to the others on its way there
+  int box;                  // kBlocks: half of the most tokens a tile may have as columns, 0: always as rows
+  __nv_bfloat16* rounded;   // kBlocks, tokens as rows: [.., N], or null: the last block is added to the others on its way there
   const int64_t* row_of;    // kBlocks: which of its rows
 };
 

@@ -37,7 +37,8 @@ struct Backward {
   float* dh = nullptr;                    // [T, H], blocks of 16384 columns added in order
   bool dh_continues = false;              // the first block is added as well
   int* order = nullptr;                   // zeros, 4 for each 256 x 256 of dh
-  void* rounded = nullptr;                // not null: dh ends here as bf16, row row_of[i] for row i; `dh` keeps sums before
+  // Not null, where rounds_directly: dh ends here as bf16, row row_of[i] for row i, and `dh` has sums of the blocks before.
+  void* rounded = nullptr;
   const int64_t* row_of = nullptr;
   void* dw = nullptr;  // [V, H]
   int dw_output = 0;   // 0 bf16, 1 fp32, 2 fp32 += sum
@@ -56,6 +57,8 @@ constexpr int kKeptUnitRows = 1024, kKeptUnitColumns = 512;
 constexpr int64_t kept_jobs(int64_t tokens, int64_t columns) {
   return 2 + (tokens + kKeptUnitRows - 1) / kKeptUnitRows * ((columns + kKeptUnitColumns - 1) / kKeptUnitColumns);
 }
+// Whether the last block of dh may be rounded on its way: there are others, and tokens are rows of the tiles.
+bool rounds_directly(int64_t tokens, int64_t columns);
 // dh = dlogits weight and dw = dlogits^T hidden, in one launch; with `kept` a kernel in front of it.
 void backward(Backward task, int* counter, cudaStream_t stream);
 

@@ -199,8 +199,8 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
   upstream.order = slots.order;
   upstream.zeros = counter;
   upstream.zero_count = chunks * (4 + orders);
-  // A chain of blocks ends as bf16 by row, a tree of segments is rounded at the end.
-  const bool direct = need_hidden && by_row && segments == 1 && columns > kBlockColumns;
+  // A chain of blocks may end as bf16 by row, a tree of segments is rounded at the end.
+  const bool direct = need_hidden && by_row && segments == 1 && rounds_directly(tokens, columns);
   Tensor rounded;
   if (need_hidden && by_row) rounded = new_tensor(picked, half, {tokens, width});
   if (direct) {

@@ -59,10 +59,7 @@ struct Turner {
   uint32_t address;
   int lane;
   float* first;  // fp32 [tokens, cols]: the lane's first value of its first token
-  int tokens, cols;        // tokens from there on, 0 for lanes beyond the columns
-  int held;                // tokens of the tile
-  __nv_bfloat16* rounded;  // [.., cols]: the lane's first value
-  const int64_t* row_of;   // of the tile's first token
+  int tokens, cols;
 
   // Tokens 32 `part` and on; acc[4 j + 2 h + b] is token 8 j + 2 (lane % 4) + b, value lane / 4 + 8 h.
   __device__ __forceinline__ void put(int part, const float* acc) const {
@@ -97,17 +94,10 @@ struct Turner {
       if (part * 32 + i * 8 < tokens) values[i] = __ldcg(at(part * 4 + i));
     }
   }
-  // Values of the next part are under way while those of this one are stored. Round: to bf16, in rows of their own places.
-  template <bool Add, bool Round>
+  // Values of the next part are under way while those of this one are stored.
+  template <bool Add>
   __device__ __forceinline__ void store(const float (&left)[64], const float (&right)[64]) const {
     [[maybe_unused]] float4 before[2][4];
-    [[maybe_unused]] int row[8];  // lane i knows where tokens 32 part + i go
-    if constexpr (Round) {
-#pragma unroll
-      for (int part = 0; part < 8; ++part) {
-        row[part] = part * 32 + lane < held ? static_cast<int>(row_of[part * 32 + lane]) : 0;
-      }
-    }
     if constexpr (Add) load(0, before[0]);
     __syncwarp();  // what the memory held has been read
 #pragma unroll
@@ -124,14 +114,7 @@ struct Turner {
           const float4& y = before[part % 2][i];
           x = make_float4(__fadd_rn(y.x, x.x), __fadd_rn(y.y, x.y), __fadd_rn(y.z, x.z), __fadd_rn(y.w, x.w));
         }
-        if constexpr (Round) {
-          const int to = __shfl_sync(~0u, row[part], i * 8 + lane / 4);
-          if (part * 32 + i * 8 < tokens) {
-            *reinterpret_cast<uint2*>(row_at(rounded, to, cols)) = make_uint2(pack(x.x, x.y), pack(x.z, x.w));
-          }
-        } else {
-          if (part * 32 + i * 8 < tokens) __stcg(at(part * 4 + i), x);
-        }
+        if (part * 32 + i * 8 < tokens) __stcg(at(part * 4 + i), x);
       }
     }
   }
@@ -147,15 +130,13 @@ __device__ __forceinline__ void store_tokens(
   if (tile.block > 0) await(order, tile.block);  // another cluster may have made the blocks before
   const int cols = problem.cols, token = tile.n + lane / 4;
   const int value = tile.m + group * 64 + thread / 32 * 16 + lane % 4 * 4;  // cols is a multiple of 8
-  const int end = min(tile.shape->rows, tile.n + tile.shape->tokens), tokens = value < cols ? end - token : 0;
+  const int tokens = value < cols ? min(tile.shape->rows, tile.n + tile.shape->tokens) - token : 0;
   float* first = problem.out_float + static_cast<int64_t>(token) * cols + value;
-  const Turner turner{memory, lane, first, tokens, cols, end - tile.n, problem.rounded + value, problem.row_of + tile.n};
-  if (tile.rounds()) {
-    turner.store<true, true>(left, right);
-  } else if (tile.block > 0 || problem.continues != 0) {
-    turner.store<true, false>(left, right);
+  const Turner turner{memory, lane, first, tokens, cols};
+  if (tile.block > 0 || problem.continues != 0) {
+    turner.store<true>(left, right);
   } else {
-    turner.store<false, false>(left, right);
+    turner.store<false>(left, right);
   }
   __threadfence();
   named_barrier(1 + group, 128);
