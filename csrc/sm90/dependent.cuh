@@ -17,7 +17,6 @@ inline unsigned blocks(int64_t count, int64_t each) { return static_cast<unsigne
 
 struct Grid {
   unsigned blocks, threads;
-  unsigned shared = 0;  // bytes of dynamic shared memory
 };
 
 template <typename... Parameters, typename... Arguments>
@@ -26,7 +25,6 @@ void launch_dependent(const char* what, void (*kernel)(Parameters...), Grid grid
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(grid.blocks);
   config.blockDim = dim3(grid.threads);
-  config.dynamicSmemBytes = grid.shared;
   config.stream = stream;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

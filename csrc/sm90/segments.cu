@@ -8,8 +8,8 @@
 // rows and sends them to both. Clusters of four share B as well and move a third fewer bytes from the L2, but only 30 of
 // them run on 132 processors, and the slowest wave decides.
 // Each segment is one chain over ascending k from zero, so neither tiles nor scheduling change a bit.
-#include "dependent.cuh"
 #include "epilogue.cuh"
+#include "tensor_map.h"
 
 #include <algorithm>
 #include <type_traits>
@@ -162,8 +162,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     barrier_init_fence();
   }
   cluster_sync();
-  await_previous();
-  let_next_start();
 
   if (group == 0) {
     registers_down<24>();
@@ -289,8 +287,8 @@ void launch_segments(const Segments& task, cudaStream_t stream) {
     return processors_of(device);
   });
   const int blocks = std::min(processors / kCluster, Raster(task.rows, task.cols).count) * kCluster;
-  launch_dependent("segments", segments_kernel<Count, TransposeB>, {static_cast<unsigned>(blocks), kThreads, kBytesSegments<Count>},
-                   stream, task);
+  segments_kernel<Count, TransposeB><<<static_cast<unsigned>(blocks), kThreads, kBytesSegments<Count>, stream>>>(task);
+  check(cudaGetLastError(), "segments launch");
 }
 
 }  // namespace
