@@ -166,7 +166,7 @@ part("linear_logp main_grad")(functools.partial(both, 512, None, True))
 @part("linear_logp kept, gradients beside the products")
 def beside() -> None:
     """Without a gradient by entropy. 33 units of columns, the first one made in front of the products; two of rows."""
-    for tokens, rows in ((300, 16900), (1100, 8500)):
+    for tokens, rows in ((300, 16900), (1100, 8500), (384, 16900)):  # the last one ends as bf16 rows in their places
         h, w = normal(tokens, 64, seed=1), normal(rows, 64, seed=2, scale=0.1)
         t = torch.randint(0, rows, (tokens,), generator=torch.Generator().manual_seed(3)).cuda()
         t[7:20] = -100
@@ -222,6 +222,18 @@ def carried_rows() -> None:
             close(stats[1, :active, leaf], e.sum(1))
             close(stats[2, :active, leaf], (e * (part_of - part_of.amax(1, keepdim=True))).sum(1))
             close(kept[:active, leaf * 128 : (leaf + 1) * 128], e)
+
+
+@part("statistics with carried rows of many tiles")
+def carried_rows_alone() -> None:
+    """Nothing is kept: carried logits meet in memory without a barrier in front, several times in each cluster."""
+    h, w = normal(284, 320, seed=1), normal(20000, 320, seed=2, scale=0.1)
+    t = torch.randint(0, 20000, (284,), generator=torch.Generator().manual_seed(3)).cuda()
+    with torch.no_grad():
+        found = linear_logp(h, w, t, backend="sm90")
+    right = torch.log_softmax(h.double() @ w.double().T, -1)
+    close(found.logp, right.gather(1, t[:, None])[:, 0], 2**-5)
+    close(found.entropy, -(right.exp() * right).sum(-1), 2**-5)
 
 
 @part("linear_logp of a shard")

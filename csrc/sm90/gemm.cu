@@ -5,7 +5,7 @@
 namespace rlk::sm90 {
 namespace {
 
-constexpr int kGroup = 8;  // column tiles side by side: 2048 rows of B stay in L2 while A streams
+constexpr int kGroup = 8;  // column tiles side by side (in the last group up to 15): 2048 rows of B stay in L2 while A streams
 
 using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
                             const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
@@ -134,7 +134,8 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     Problem& problem = params.problem[params.problems++];
     problem.a = tensor_map(task.dlogits, kTileK, kTileM);
     problem.b = tensor_map(task.weight, 64, kTileK);
-    // As many as suit all tokens: where fewer take part, the kernel chooses a number up to that, or tokens as rows.
+    // As many as suit all tokens: where fewer take part, the kernel chooses a number up to that, or tokens as rows. Rows that are
+    // rounded on their way are always rows.
     const int columns = tokens_a_tile(static_cast<int>(tokens), kTileN);
     problem.box = task.rounded != nullptr ? 0 : columns > 0 ? (columns / kCluster + 7) / 8 * 8 : kTileN / kCluster;
     if (problem.box > 0) problem.tokens = tensor_map(task.dlogits, kTileK, problem.box);

@@ -42,7 +42,7 @@ struct Problem {
   __nv_bfloat16* out;       // logits: [M, N], stored row by row where rows are carried
   int64_t out_stride;
   int rows, cols, depth;    // M, N, K
-  int group;                // tiles of 256 columns side by side in the raster; even
+  int group;                // tiles of 256 columns side by side in the raster, up to 2 group - 1 in its last group; even
   int dynamic;              // Dynamic
   int k_begin;
   int transposed_a;         // A is MN-major

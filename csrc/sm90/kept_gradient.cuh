@@ -40,7 +40,7 @@ struct KeptShape {
     slices = (min(store_rows, kUnitRows) + kJobRows - 1) / kJobRows;
     const int blocks = (across + kBlockUnits - 1) / kBlockUnits;
     together = min(max(clusters / max(dh.tiles, 1), 1), blocks);
-    const int side_by_side = min(problem.group, dh.tiles_n);
+    const int side_by_side = dh.tiles_n < 2 * problem.group ? dh.tiles_n : problem.group;  // one group of tiles, or several
     band = min(max((clusters / side_by_side * kCluster * kTileM + kUnitRows - 1) / kUnitRows, 1), max(groups, 1));
     units = (blocks + together - 1) / together * together * kBlockUnits * groups;
     head = groups * across / kHead;

@@ -202,8 +202,8 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
   // A chain of blocks may end as bf16 by row, a tree of segments is rounded at the end.
   const bool direct = need_hidden && by_row && segments == 1 && rounds_directly(tokens, columns);
   Tensor rounded;
-  if (need_hidden && by_row) rounded = new_tensor(picked, half, {tokens, width});
   if (direct) {
+    rounded = new_tensor(picked, half, {tokens, width});
     upstream.zero_rows = matrix(rounded, "rounded");
     upstream.place = slots.place;
   }
@@ -302,6 +302,7 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
   if (direct) return rounded;
   Tensor dh = need_hidden ? tree.take() : new_tensor(picked, real, {0, 0});
   if (!need_hidden || !by_row) return dh;
+  rounded = new_tensor(picked, half, {tokens, width});
   place_rows(floats(dh, "dh"), slots.place, matrix(rounded, "rounded"), stream);
   return rounded;
 }
