@@ -226,7 +226,7 @@ def carried_rows() -> None:
 
 @part("statistics with carried rows of many tiles")
 def carried_rows_alone() -> None:
-    """Nothing is kept: carried logits meet in memory without a barrier in front, several times in each cluster."""
+    """Nothing is kept: carried logits meet in memory several times in each cluster."""
     h, w = normal(284, 320, seed=1), normal(20000, 320, seed=2, scale=0.1)
     t = torch.randint(0, 20000, (284,), generator=torch.Generator().manual_seed(3)).cuda()
     with torch.no_grad():

@@ -29,35 +29,24 @@ struct Carried {
   }
 };
 
-// What a lane knows about one of its warp's four rows, lane % 4.
-struct CarriedInputs {
-  int target;         // its place in the leaf, or -1
-  float temperature;
-
-  // first: of the leaf.
-  __device__ __forceinline__ void load(int first, int tiled, int rows, const Vocabulary& v, int group, int thread) {
-    const int row = tiled + (group * 4 + thread / 32) * 4 + thread % 4;
-    target = -1;
-    temperature = 1.0f;
-    if (row < rows) {
-      const int64_t column = v.targets[row] - v.start - first;
-      if (column >= 0 && column < min(kLeaf, v.columns - first)) target = static_cast<int>(column);
-      if (v.temperatures != nullptr) temperature = v.temperatures[row];
-    }
-  }
-};
-
-// The carried logits of one block meet in the memory of its warps' stagers, or where those would be: each warp then has four
-// rows there, in its own stager's memory, a lane four adjacent columns. All eight consumer warps come here, then to carried_leaf.
-// Stores: the memory has been in use meanwhile. Otherwise, since a tile that carried rows, all warps have started products that
-// come behind their reads.
-template <bool Stores>
-__device__ __forceinline__ void put_carried(const Carried& carried, uint32_t staging, int group, int thread) {
+// The leaf of one block: statistics of the carried rows, with the bits of vocabulary_leaf. All eight consumer warps come here;
+// logits meet in the memory of their stagers, or where those would be, then each warp has four rows, a lane four adjacent columns.
+// A warp's rows lie in its own stager's memory: when it has read them it may stage again.
+__device__ __forceinline__ void carried_leaf(
+    const Carried& carried, int tile_n, uint32_t rank, int tiled, int rows, const Problem& problem, const Vocabulary& v,
+    uint32_t staging, int group, int thread) {
   const int lane = thread % 32, warp = group * 4 + thread / 32;
-  if constexpr (Stores) {
-    if (lane == 0) stores_have_read();
-    named_barrier(1, 256);
+  const int first = tile_n + static_cast<int>(rank) * kLeaf, row = tiled + warp * 4;
+  // Lane i of four knows row i's target and temperature.
+  int target = -1;
+  float temperature = 1.0f;
+  if (row + lane % 4 < rows) {
+    const int64_t column = v.targets[row + lane % 4] - v.start - first;
+    if (column >= 0 && column < min(kLeaf, v.columns - first)) target = static_cast<int>(column);
+    if (v.temperatures != nullptr) temperature = v.temperatures[row + lane % 4];
   }
+  if (lane == 0) stores_have_read();
+  named_barrier(1, 256);  // all warps have read what they had there, and so have their stores
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     const int to = i / 4 * 8 + lane % 4 * 2 + i % 2, column = warp * 16 + lane / 4 + i / 2 % 2 * 8;
@@ -65,14 +54,6 @@ __device__ __forceinline__ void put_carried(const Carried& carried, uint32_t sta
                  "f"(carried.acc[i])
                  : "memory");
   }
-}
-
-// Their statistics, with the bits of vocabulary_leaf. When a warp has read its rows it may stage again.
-__device__ __forceinline__ void carried_leaf(const CarriedInputs& inputs, int tile_n, uint32_t rank, int tiled, int rows,
-                                             const Problem& problem, const Vocabulary& v, uint32_t staging, int group,
-                                             int thread) {
-  const int lane = thread % 32, warp = group * 4 + thread / 32;
-  const int first = tile_n + static_cast<int>(rank) * kLeaf, row = tiled + warp * 4;
   named_barrier(1, 256);
   if (row >= rows) return;  // a whole warp
   float x[4][4], maxima[4], sums[4];
@@ -88,8 +69,8 @@ __device__ __forceinline__ void carried_leaf(const CarriedInputs& inputs, int ti
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float (&z)[4] = x[i];
-    const int hit = __shfl_sync(~0u, inputs.target, i) - lane * 4;
-    const float divisor = __shfl_sync(~0u, inputs.temperature, i);
+    const int hit = __shfl_sync(~0u, target, i) - lane * 4;
+    const float divisor = __shfl_sync(~0u, temperature, i);
     if (divisor != 1.0f) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) z[c] = __fdiv_rn(z[c], divisor);

@@ -48,8 +48,7 @@ inline bool logits_apart(const Problem& problem) { return ceil_div(problem.depth
 // Whether the rows of statistics may be carried along (carried.cuh).
 inline bool may_carry(const Problem& problem) {
   const int rest = problem.rows % kTileM;
-  return problem.rows >= kCluster * kTileM && rest > 0 && rest <= kCarried && logits_apart(problem) &&
-      ceil_div(problem.depth, kTileK) > kStages;
+  return problem.rows >= kCluster * kTileM && rest > 0 && rest <= kCarried && logits_apart(problem);
 }
 
 }  // namespace rlk::sm90

@@ -118,7 +118,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     TileAt tile = memory.tile.next<false>(phase);
     // All tiles. Between them the right half's epilogue runs while the next tile's first products do; values leave when
     // products that could start are on their way.
-    auto run = [&](auto& beside, auto of_tile, auto left_first, auto left_last) {
+    auto run = [&](auto& beside, auto of_tile, auto left_first) {
       auto leaf = [&](float (&acc)[64], int half, auto halfway) {
         return vocabulary_leaf<Kind>(acc, half, two, rows, v, stager, own, thread, halfway);
       };
@@ -137,7 +137,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         end_tile<End, 0, 0>(left, right, tiles_k, false, consumer, [&](auto finish) {
           left_first();
           values = leaf(left, 0, finish);
-          left_last();
         }, beside);
         tile = memory.tile.next<false>(phase);
         if (tile.is(TileAt::kEnd)) break;
@@ -157,24 +156,16 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       if constexpr (Carry) {
         float acc[16];
         const int tiled = __shfl_sync(~0u, shape.tiled(), 0);
-        CarriedInputs carried_inputs;
-        auto finish_carried = [&] {
-          carried_leaf(carried_inputs, tile.column, rank, tiled, rows.active, problem, v, memory.staging, own, thread);
-        };
         Carried carried{acc, memory.stages + kBytesA + rank * (kBytesB / 2) + own * 8192, memory.carried, false};
         run(carried, [&] { carried.now = tile.is(TileAt::kCarries); }, [&] {
           if (carried.now) {
             pin(acc);
-            carried_inputs.load(tile.column + static_cast<int>(rank) * kLeaf, tiled, rows.active, v, own, thread);
-            put_carried<Stores>(carried, memory.staging, own, thread);
-            if constexpr (Stores) finish_carried();
+            carried_leaf(carried, tile.column, rank, tiled, rows.active, problem, v, memory.staging, own, thread);
           }
-        }, [&] {
-          if (!Stores && carried.now) finish_carried();  // where nothing is stored, the memory is free until then
         });
       } else {
         Nothing nothing;
-        run(nothing, [] {}, [] {}, [] {});
+        run(nothing, [] {}, [] {});
       }
     }
     if (Stores && thread % 32 == 0) stores_have_read();  // the memory must last until then
