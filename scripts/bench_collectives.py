@@ -247,7 +247,7 @@ def main() -> None:
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     head = {
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
-        "commit": git.stdout.strip() or os.environ.get("RLK_COMMIT", "unknown"),
+        "commit": os.environ.get("RLK_COMMIT") or git.stdout.strip() or "unknown",
         "gpus": f"{args.ranks} x {name}",
         "torch": torch.__version__,
         "nccl": found["nccl"],

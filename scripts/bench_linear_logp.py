@@ -466,7 +466,7 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
     versions["torch"] = torch.__version__
     return {
         "command": " ".join(["python", *sys.argv]),
-        "commit": commit or os.environ.get("RLK_COMMIT", "unknown"),
+        "commit": os.environ.get("RLK_COMMIT") or commit or "unknown",
         "card": card,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "torch": torch.__version__,

@@ -98,7 +98,7 @@ def measure_all(args: argparse.Namespace) -> None:
         commit = ""
     report = {
         "command": " ".join(["python", *sys.argv]),
-        "commit": commit or os.environ.get("RLK_COMMIT", "unknown"),
+        "commit": os.environ.get("RLK_COMMIT") or commit or "unknown",
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": sys.modules["triton"].__version__,

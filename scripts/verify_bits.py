@@ -189,7 +189,7 @@ def main() -> int:
     cards = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
     report = {
         "command": " ".join(["python", "scripts/verify_bits.py", *sys.argv[1:]]),
-        "commit": commit or os.environ.get("RLK_COMMIT", "unknown"),
+        "commit": os.environ.get("RLK_COMMIT") or commit or "unknown",
         "gpu": f"{torch.cuda.device_count()} x {', '.join(cards)}",
         "torch": torch.__version__,
         "triton": triton.__version__,

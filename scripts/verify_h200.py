@@ -281,7 +281,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     about = {
         "command": own_command(sys.argv[1:]),
-        "commit": commit.strip() or os.environ.get("RLK_COMMIT", "unknown"),
+        "commit": os.environ.get("RLK_COMMIT") or commit.strip() or "unknown",
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
         if torch.cuda.is_available()
         else "cpu",

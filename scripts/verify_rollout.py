@@ -254,7 +254,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     about = {
         "command": shlex.join(["python", *sys.argv]),
-        "commit": commit.strip() or os.environ.get("RLK_COMMIT", "unknown"),
+        "commit": os.environ.get("RLK_COMMIT") or commit.strip() or "unknown",
         "device": next(iter(arms.values()))["device"],
         "date": datetime.date.today().isoformat(),
         "seconds": f"{time.time() - started:.0f}",

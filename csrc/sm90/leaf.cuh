@@ -4,6 +4,35 @@
 
 namespace rlk::sm90 {
 
+// zero or one. By asm: the compiler would put all values into memory to find one of them.
+__device__ __forceinline__ float select(bool takes_one, float zero, float one) {
+  float value;
+  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nselp.f32 %0, %2, %1, p;\n}"
+      : "=f"(value)
+      : "f"(zero), "f"(one), "r"(static_cast<int>(takes_one)));
+  return value;
+}
+
+template <int Count>
+__device__ __forceinline__ float value_at(float (&values)[Count], int index) {
+  if constexpr (Count == 1) {
+    return values[0];
+  } else {
+    float half[Count / 2];
+#pragma unroll
+    for (int j = 0; j < Count / 2; ++j) half[j] = select(index & Count / 2, values[j], values[j + Count / 2]);
+    return value_at(half, index);
+  }
+}
+
+// Of one row of a leaf, as statistics_of_row has it, the value of `column` where this lane has it, else any.
+__device__ __forceinline__ float value_of_row(const float* x, int column) {
+  float values[16];
+#pragma unroll
+  for (int j = 0; j < 16; ++j) values[j] = select(column & 1, x[4 * j], x[4 * j + 1]);
+  return value_at(values, column / 8);
+}
+
 // Sum of this lane's and lane ^ across's `second` where takes_second holds, else of their `first`; they differ in it.
 __device__ __forceinline__ float swap_add(float first, float second, bool takes_second, int across) {
   const float keep = takes_second ? second : first, give = takes_second ? first : second;
@@ -119,10 +148,9 @@ __device__ __forceinline__ Leaving vocabulary_leaf(
     divide_rows(acc, two.temperature);
   }
   if (first + kLeaf > v.columns) {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) {
-      if (first + (i / 4) * 8 + quad_lane * 2 + i % 2 >= v.columns) acc[i] = -INFINITY;
-    }
+    by_eights(acc, [&](int turn, int i, float x) {
+      return first + (2 * turn + i / 4) * 8 + quad_lane * 2 + i % 2 >= v.columns ? -INFINITY : x;
+    });
   }
   const int hit[2] = {two.hit[0] - leaf * kLeaf, two.hit[1] - leaf * kLeaf};  // outside 0 .. 127: none here
   const bool any_hit =
@@ -130,9 +158,9 @@ __device__ __forceinline__ Leaving vocabulary_leaf(
   if constexpr (Kind == kStatistics) {
     if (any_hit) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        const int h = (i / 2) % 2;
-        if (hit[h] == (i / 4) * 8 + quad_lane * 2 + i % 2) v.target_logit[two.row[h]] = acc[i];
+      for (int h = 0; h < 2; ++h) {
+        const float value = value_of_row(acc + 2 * h, hit[h]);
+        if (static_cast<unsigned>(hit[h]) < kLeaf && hit[h] / 2 % 4 == quad_lane) v.target_logit[two.row[h]] = value;
       }
     }
   }

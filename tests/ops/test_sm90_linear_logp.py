@@ -508,6 +508,19 @@ def test_carried_rows_with_bad_values(value):
             assert differing(stats[:, others], good[:, others]) == 0 and differing(stats[:, 260], good[:, 260])
 
 
+@pytest.mark.parametrize("hidden", [200, 320])
+def test_targets_in_every_column(hidden):
+    """Each row's target lies in another place of its leaf, each column is some row's target."""
+    h, w, _ = operands(700, hidden, 700, 700)
+    for shift in (0, 1, 37):
+        t = (torch.arange(700, device="cuda") + shift) % 700
+        for temperature in (None, mixed_temperature(700)):
+            stats, z = sm90.leaf_stats(h, w, temperature, t, 700)
+            logits = lm_head(h, w) if temperature is None else lm_head(h, w) / temperature[:, None]
+            assert_same([z], [logits.gather(1, t[:, None])[:, 0]])
+            assert differing(z, logits.gather(1, (t[:, None] + 2) % 700)[:, 0]) > 0
+
+
 def test_second_backward_recomputes():
     h, w, t = operands(*SHAPES[0])
     h, w = h.requires_grad_(), w.requires_grad_()
