@@ -13,6 +13,7 @@ __device__ __forceinline__ float select(bool takes_one, float zero, float one) {
   return value;
 }
 
+// values[index % Count], Count a power of two.
 template <int Count>
 __device__ __forceinline__ float value_at(float (&values)[Count], int index) {
   if constexpr (Count == 1) {
