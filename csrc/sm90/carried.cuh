@@ -65,16 +65,25 @@ __device__ __forceinline__ void carried_leaf(
                  : "r"(staging + from * (kLeaf * 4) + ((lane ^ (from & 6)) * 16))
                  : "memory");
   }
+  if (__any_sync(~0u, temperature != 1.0f)) {  // division by one changes nothing
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {  // each row in turn: few instructions for what is rare
+      const float divisor = __shfl_sync(~0u, temperature, i);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float quotient = __fdiv_rn(x[0][c], divisor);
+        x[0][c] = x[1][c];
+        x[1][c] = x[2][c];
+        x[2][c] = x[3][c];
+        x[3][c] = quotient;
+      }
+    }
+  }
   const int column = first + lane * 4;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float (&z)[4] = x[i];
     const int hit = __shfl_sync(~0u, target, i) - lane * 4;
-    const float divisor = __shfl_sync(~0u, temperature, i);
-    if (divisor != 1.0f) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) z[c] = __fdiv_rn(z[c], divisor);
-    }
     if (column + 4 > v.columns) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {

@@ -121,15 +121,7 @@ struct Pairs {
       }
     }
   }
-  // Round: the sums go to these bf16 rows, where each has its place.
-  template <bool Round = false>
-  __device__ __forceinline__ void store(
-      const float (&acc)[64], float* to, bool add, __nv_bfloat16* rounded = nullptr, const int64_t* row_of = nullptr) const {
-    [[maybe_unused]] __nv_bfloat16* places[2];
-    if constexpr (Round) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) places[h] = rounded + (row + 8 * h < rows ? row_of[row + 8 * h] : 0) * cols + column;
-    }
+  __device__ __forceinline__ void store(const float (&acc)[64], float* to, bool add) const {
     float* first[2] = {start(to), start(to) + 8 * static_cast<int64_t>(cols)};
 #pragma unroll
     for (int part = 0; part < 32; part += kBatch) {
@@ -142,52 +134,39 @@ struct Pairs {
       for (int i = part; i < part + kBatch; ++i) {
         float2 value = make_float2(acc[2 * i], acc[2 * i + 1]);
         if (add) value = make_float2(__fadd_rn(before[i - part].x, value.x), __fadd_rn(before[i - part].y, value.y));
-        if constexpr (Round) {
-          if (inside(i)) *reinterpret_cast<uint32_t*>(places[i % 2] + (i / 2) * 8) = pack(value.x, value.y);
-        } else {
-          if (inside(i)) __stcg(reinterpret_cast<float2*>(first[i % 2] + (i / 2) * 8), value);
-        }
+        if (inside(i)) __stcg(reinterpret_cast<float2*>(first[i % 2] + (i / 2) * 8), value);
       }
     }
   }
 };
 
-// 128 columns of a product. What is bf16 stays staged, until leave_half.
-__device__ __forceinline__ void store_half(
-    float (&acc)[64], int half, const Tile& tile, const BulkStager<16>& stager, int group, int thread) {
-  const Problem& problem = *tile.problem;
-  if (problem.output == kBf16) {
-    const int lane = lane_now();
+// 128 columns of a product on their way to memory, so that the accumulators are free for others: bf16 waits in half as many
+// registers until it leaves by the copy engine, fp32 goes at once.
+struct Outgoing {
+  uint32_t packed[32];  // 16 h + j: columns 8 j + 2 (lane % 4) and the next one of row lane / 4 + 8 h
+  bool packs;
+
+  __device__ __forceinline__ explicit Outgoing(const Problem& problem) : packs(__any_sync(~0u, problem.output == kBf16)) {}
+  __device__ __forceinline__ void take(const float (&acc)[64], int half, const Tile& tile, int group, int thread) {
+    if (packs) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) packed[i] = pack(acc[i % 16 * 4 + i / 16 * 2], acc[i % 16 * 4 + i / 16 * 2 + 1]);
+    } else {
+      const Problem& problem = *tile.problem;
+      Pairs(tile, half, group, thread).store(acc, problem.out_float, problem.output == kFloatAccumulate);
+    }
+  }
+  __device__ __forceinline__ void leave(int half, const Tile& tile, const BulkStager<16>& stager, int group, int thread) const {
+    if (!packs) return;
+    const int lane = lane_now(), row = tile.m + group * 64 + thread / 32 * 16;
     stager.begin(lane);
-    stage_row(acc, 0, stager, lane);
-    stage_row(acc + 2, 1, stager, lane);
-  } else {
-    Pairs(tile, half, group, thread).store(acc, problem.out_float, problem.output == kFloatAccumulate);
+#pragma unroll
+    for (int i = 0; i < 32; i += 4) {
+      const uint32_t four[4] = {packed[i], packed[i + 1], packed[i + 2], packed[i + 3]};
+      stager.put(i % 16, i / 16, four, lane);
+    }
+    if (row < tile.shape->rows) stager.flush(row, tile.n + half * kLeaf, lane);
   }
-}
-
-__device__ __forceinline__ void leave_half(int half, const Tile& tile, const BulkStager<16>& stager, int group, int thread) {
-  const int row = tile.m + group * 64 + (thread / 32) * 16;
-  if (tile.problem->output == kBf16 && row < tile.shape->rows) stager.flush(row, tile.n + half * kLeaf, lane_now());
-}
-
-// kBlocks: the left half waits for the blocks before, the right one says that this one is done.
-__device__ __forceinline__ void store_block(
-    float (&acc)[64], int half, const Tile& tile, uint32_t rank, int group, int thread) {
-  const Problem& problem = *tile.problem;
-  int* order = problem.order + (tile.index * kCluster + static_cast<int>(rank)) * 2 + group;
-  if (tile.block > 0 && half == 0) await(order, tile.block);  // another cluster may have made the blocks before
-  const Pairs pairs(tile, half, group, thread);
-  if (tile.rounds()) {  // there are blocks before
-    pairs.store<true>(acc, problem.out_float, true, problem.rounded, problem.row_of);
-  } else {
-    pairs.store(acc, problem.out_float, tile.block > 0 || problem.continues != 0);
-  }
-  if (half == 1) {
-    __threadfence();
-    named_barrier(1 + group, 128);
-    if (thread == 0) count_up(order);
-  }
-}
+};
 
 }  // namespace rlk::sm90

@@ -108,13 +108,23 @@ void recompute(Matrix hidden, Matrix weight, Rows rows, Matrix dlogits, int* cou
 
 namespace {
 
-template <int End>
+template <int End, bool Columns>
 void launch(const Params& params, cudaStream_t stream) {
   once_a_device([](int) {
-    check(cudaFuncSetAttribute(gemm_kernel<End>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared), "shared memory");
+    check(cudaFuncSetAttribute(gemm_kernel<End, Columns>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared),
+          "shared memory");
     return 0;
   });
-  launch_clusters(gemm_kernel<End>, params, stream);
+  launch_clusters(gemm_kernel<End, Columns>, params, stream);
+}
+
+template <int End>
+void launch(const Params& params, cudaStream_t stream) {
+  if (params.problem[0].box > 0) {
+    launch<End, true>(params, stream);
+  } else {
+    launch<End, false>(params, stream);
+  }
 }
 
 }  // namespace

@@ -4,15 +4,17 @@
 // both blocks share the 256 columns of B (each loads half and multicasts it). One producer thread keeps four stages of
 // 64 k in flight; a thread beside, in the first block, takes tiles from a counter in global memory and broadcasts them.
 //
-// The halves of a tile of dW (128 columns) end at different times: the last tile of k is multiplied first for the left half, then
-// for the right one, during which the left half is stored; the first one of the next tile first for its left half, during
-// which the right half is stored. So the tensor cores work meanwhile.
+// The halves of a tile of dW (128 columns) begin and end apart, so that the tensor cores work meanwhile: the last tile of k is
+// multiplied for the left half, then for the right one. As soon as the left one is complete it makes room (rounded, in half as
+// many registers) for the first products of the next tile, then the right one; they leave while others are multiplied. A
+// warpgroup waits while the tensor cores take its products up, so only what follows them runs beside the last ones.
 //
 // A and B may be stored with k contiguous (K-major) or with rows contiguous (MN-major). Output is bf16 or fp32; the
 // accumulators may continue from fp32 values, or k may be cut into blocks, and then rows of A may be columns of the tile
 // (tokens_as_columns.cuh). Kept logits become the gradients that it multiplies meanwhile, by what other
 // warps the producer's warpgroup has (kept_gradient.cuh). Logits have a kernel of their own (logits.cuh).
 #pragma once
+#include "block_lines.cuh"
 #include "halves.cuh"
 #include "kept_gradient.cuh"
 #include "tokens_as_columns.cuh"
@@ -25,8 +27,8 @@ __device__ __forceinline__ void start_half(float (&acc)[64], int half, const Til
   if (tile.problem->init != nullptr) Pairs(tile, half, group, thread).load(acc, tile.problem->init);
 }
 
-// End: see halves.cuh.
-template <int End>
+// End: see halves.cuh. Columns: tokens may be columns of tiles of dH.
+template <int End, bool Columns>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gemm_kernel(const __grid_constant__ Params params) {
   extern __shared__ uint8_t raw[];
@@ -67,7 +69,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     return Tile{&params.problem[last], &shapes[last], at.m(), at.column, 0, shapes[last].tiles_k, 0, 0, at.is(TileAt::kShares)};
   };
   auto tile_of = [&](const TileAt& at) {
-    return End > 0 && !at.is(TileAt::kLocate) ? weight_tile(at) : locate<true>(params, shapes, at.column, rank);
+    return End > 0 && !at.is(TileAt::kLocate) ? weight_tile(at) : locate<Columns>(params, shapes, at.column, rank);
   };
 
   if (group == 0) {
@@ -90,7 +92,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
           if (making && k >= gradients) gradients = await_gradients(params.kept, kept, tile, k);
           barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
           const uint32_t barrier = full + ring.stage * 8, a = base + ring.stage * kBytesStage, b = a + kBytesA;
-          if (tile.shape->tokens > 0) {
+          if (Columns && tile.shape->tokens > 0) {
             load_tokens(tile, rank, k, barrier, a, b);
             ring.next();
             continue;
@@ -137,48 +139,81 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     auto stager = [&] {
       return BulkStager<16>{staging + (thread_now() / 32 - 4) * BulkStager<16>::kBytes, &params.stores};
     };
+    const int count = arrived(first);
     float left[64], right[64];
     TileAt at = tile_at.next<false>(phase);
     // Tiles of dH come first. Their halves end together: few tiles, with many products each.
-    while (at.is(TileAt::kLocate) && at.column < first) {
+    while (at.is(TileAt::kLocate) && at.column < count) {
       const Tile tile = tile_of(at);
       forget(left);
       forget(right);
-      if (tile.shape->tokens > 0) {
-        multiply_tokens(left, right, tile, consumer);
-        store_tokens(left, right, tile, rank, stager().address, own, thread);
+      if (Columns && tile.shape->tokens > 0) {
+        if constexpr (Columns) {
+          multiply_tokens(left, right, tile, consumer);
+          store_tokens(left, right, tile, rank, staging + own * kBytesStaging, own, thread);
+        }
       } else {
-        multiply_both<0, 1>(left, right, tile.k_tiles, false, consumer);
-        store_block(left, 0, tile, rank, own, thread);
-        store_block(right, 1, tile, rank, own, thread);
+        multiply_both<0, 1>(left, right, arrived(tile.k_tiles), false, consumer);
+        store_block<!Columns>(left, right, tile, rank, stager().address, own, thread);
       }
       at = tile_at.next<false>(phase);
     }
+    const Problem& last_problem = params.problem[params.problems - 1];
+    Outgoing outgoing(last_problem);
     if constexpr (End > 0) {
       if (!at.is(TileAt::kEnd)) {
         const Shape& shape = shapes[params.problems - 1];
-        const bool brief = __any_sync(~0u, shape.brief);  // here before any arrival
+        const int middle = arrived(shape.tiles_k) - kBegin - End;
+        // The second half of the last tile of k is zeros and left out; products before it have met such zeros already, so not
+        // even a -0 would change.
+        const bool brief = __any_sync(~0u, shape.brief);
+        TileAt last = at;
+        auto take = [&](float (&acc)[64], int half) { outgoing.take(acc, half, weight_tile(last), own, thread); };
+        auto leave = [&](int half) { outgoing.leave(half, weight_tile(last), stager(), own, thread); };
         forget(left);
-        begin_tile<End, 1, 1>(left, right, consumer, [&] { forget(right); }, [] {});
-        while (true) {
-          const TileAt last = at;
-          end_tile<End, 1, 1>(left, right, shape.tiles_k, brief, consumer, [&](auto finish) {
-            store_half(left, 0, weight_tile(last), stager(), own, thread);
-            leave_half(0, weight_tile(last), stager(), own, thread);
-            finish();
+        begin_tile<End, 1, 1>(left, right, consumer, [&] { forget(right); }, Nothing{});
+        for (bool follows = false;; follows = true) {
+          multiply_both<1, 1>(left, right, middle, true, consumer, Nothing{}, [&](int kt) {
+            if (kt == 0 && follows) leave(1);  // of the tile before
           });
-          at = tile_at.next<false>(phase);
-          if (at.is(TileAt::kEnd)) {
-            store_half(right, 1, weight_tile(last), stager(), own, thread);
-            leave_half(1, weight_tile(last), stager(), own, thread);
-            break;
+          renew(left);
+          renew(right);
+          if (brief) {
+            multiply_half<End, false, 1, 1, 2>(left, 0, true, consumer);
+            multiply_half<End, true, 1, 1, 2>(right, 1, true, consumer);
+          } else {
+            multiply_half<End, false, 1, 1>(left, 0, true, consumer);
+            multiply_half<End, true, 1, 1>(right, 1, true, consumer);
           }
+          consumer.ring.skip(End);
+          last = at;
+          at = tile_at.next<false>(phase);
+          wgmma_wait<1>();
+          pin(left);
+          take(left, 0);
+          // Behind the last tile the products are of what the memory happens to hold: with accumulators in flight on one way
+          // and not on the other, the compiler would serialise all products (C7514).
+          const bool more = __any_sync(~0u, !at.is(TileAt::kEnd));
+          if (!more) consumer.ring.phase ^= 1;  // there is nothing to wait for
           forget(left);
-          begin_tile<End, 1, 1>(left, right, consumer, [&] {
-            store_half(right, 1, weight_tile(last), stager(), own, thread);
-            forget(right);
-          }, [&] { leave_half(1, weight_tile(last), stager(), own, thread); });
+          multiply_half<kBegin, false, 1, 1>(left, 0, false, consumer);
+          leave(0);
+          wgmma_wait<1>();
+          pin(right);
+          consumer.release(End);
+          take(right, 1);
+          forget(right);
+          multiply_half<kBegin, false, 1, 1>(right, 1, false, consumer);
+          consumer.ring.skip(kBegin);
+          wgmma_wait<0>();
+          pin(left);
+          pin(right);
+          if (!more) break;
+          renew(left);
+          renew(right);
+          consumer.release(kBegin);
         }
+        leave(1);
       }
     } else {
       while (!at.is(TileAt::kEnd)) {
@@ -186,10 +221,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         start_half(left, 0, tile, own, thread);
         start_half(right, 1, tile, own, thread);
         if (tile.k_tiles > 0) multiply_both<1, 1>(left, right, tile.k_tiles, true, consumer);
-        store_half(left, 0, tile, stager(), own, thread);
-        leave_half(0, tile, stager(), own, thread);
-        store_half(right, 1, tile, stager(), own, thread);
-        leave_half(1, tile, stager(), own, thread);
+        outgoing.take(left, 0, tile, own, thread);
+        outgoing.leave(0, tile, stager(), own, thread);
+        outgoing.take(right, 1, tile, own, thread);
+        outgoing.leave(1, tile, stager(), own, thread);
         at = tile_at.next<false>(phase);
       }
     }

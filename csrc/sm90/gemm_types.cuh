@@ -240,11 +240,16 @@ struct RingOf {
 };
 using Ring = RingOf<kStages>;
 
+struct Nothing {
+  template <typename... Arguments>
+  __device__ __forceinline__ void operator()(const Arguments&...) const {}
+};
+
 // `count` > 0 tiles of k of both halves of a tile, which are complete at the end. multiply(kt): starts the products of the
-// stage that the consumer's ring is at, for tile kt of k.
-template <typename Consumer, typename Multiply>
+// stage that the consumer's ring is at, for tile kt of k. meanwhile(kt): runs when they are on their way.
+template <typename Consumer, typename Multiply, typename Meanwhile = Nothing>
 __device__ __forceinline__ void multiply_tiles(
-    float (&left)[64], float (&right)[64], int count, Consumer& c, Multiply multiply) {
+    float (&left)[64], float (&right)[64], int count, Consumer& c, Multiply multiply, const Meanwhile& meanwhile = {}) {
   int held = 0;
   pin(left);
   pin(right);
@@ -253,6 +258,7 @@ __device__ __forceinline__ void multiply_tiles(
     c.wait(c.ring);
     multiply(kt);
     wgmma_commit();
+    meanwhile(kt);
     wgmma_wait<1>();
     c.release(held);
     held = 1;

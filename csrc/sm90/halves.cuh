@@ -53,11 +53,6 @@ struct ConsumerOf {
   }
 };
 
-struct Nothing {
-  template <typename Ring>
-  __device__ __forceinline__ void operator()(const Ring&, int, bool) const {}
-};
-
 // The next `Count` tiles of k for one half, which starts a group of products in flight. continued: the accumulators hold
 // values to go on from. The stages stay taken. Arrived: the other half has waited for them, and nothing but products has
 // touched these accumulators. LastSteps: steps of 16 k of the last tile. beside: starts more products of the same k.
@@ -85,9 +80,10 @@ __device__ __forceinline__ void multiply_half(
 }
 
 // The same for both halves and `count` > 0 tiles of k, which are complete at the end.
-template <int TransposeA, int TransposeB, int Deep, typename Beside = Nothing>
+template <int TransposeA, int TransposeB, int Deep, typename Beside = Nothing, typename Meanwhile = Nothing>
 __device__ __forceinline__ void multiply_both(
-    float (&left)[64], float (&right)[64], int count, bool continued, ConsumerOf<Deep>& c, const Beside& beside = {}) {
+    float (&left)[64], float (&right)[64], int count, bool continued, ConsumerOf<Deep>& c, const Beside& beside = {},
+    const Meanwhile& meanwhile = {}) {
   constexpr int kStepA = TransposeA ? 2048 : 32, kStepB = TransposeB ? 2048 : 32;
   multiply_tiles(left, right, count, c, [&](int kt) {
     const uint64_t a = c.a(c.ring), b = c.b(c.ring, 0);
@@ -98,7 +94,7 @@ __device__ __forceinline__ void multiply_both(
           left, right, a + (k * kStepA >> 4), b + (k * kStepB >> 4), continued || kt > 0 || k > 0);
       beside(c.ring, k, continued || kt > 0 || k > 0);
     }
-  });
+  }, meanwhile);
 }
 
 // Products beside those of the left half, where this tile has any: the code in both versions, chosen outside of its loops.
@@ -145,25 +141,17 @@ __device__ __forceinline__ void begin_tile(float (&left)[64], float (&right)[64]
 }
 
 // The rest of a tile of more than kBegin + End tiles of k. left_done(finish): the left half is complete, the tensor cores work
-// on the right one; it calls finish() at some point, after which the right half is complete, too. brief: the second half of
-// the last tile of k is zeros and left out; products before it have met such zeros already, so not even a -0 would change.
-// Not where there are products beside.
+// on the right one; it calls finish() at some point, after which the right half is complete, too.
 template <int End, int TransposeA, int TransposeB, int Deep, typename LeftDone, typename Beside = Nothing>
 __device__ __forceinline__ void end_tile(
-    float (&left)[64], float (&right)[64], int tiles_k, bool brief, ConsumerOf<Deep>& c, LeftDone left_done,
-    const Beside& beside = {}) {
+    float (&left)[64], float (&right)[64], int tiles_k, ConsumerOf<Deep>& c, LeftDone left_done, const Beside& beside = {}) {
   choose(beside, [&](const auto& more) {
     multiply_both<TransposeA, TransposeB>(left, right, tiles_k - (End > 0 ? kBegin + End : 0), End > 0, c, more);
     renew(left);
     renew(right);
     if constexpr (End > 0) {
-      if (brief) {
-        multiply_half<End, false, TransposeA, TransposeB, 2>(left, 0, true, c);
-        multiply_half<End, true, TransposeA, TransposeB, 2>(right, 1, true, c);
-      } else {
-        multiply_half<End, false, TransposeA, TransposeB>(left, 0, true, c, more);
-        multiply_half<End, true, TransposeA, TransposeB>(right, 1, true, c);
-      }
+      multiply_half<End, false, TransposeA, TransposeB>(left, 0, true, c, more);
+      multiply_half<End, true, TransposeA, TransposeB>(right, 1, true, c);
     }
   });
   if constexpr (End > 0) {

@@ -134,7 +134,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       start();
       begin_tile<End, 0, 0>(left, right, consumer, [] {}, set, beside);
       while (true) {
-        end_tile<End, 0, 0>(left, right, tiles_k, false, consumer, [&](auto finish) {
+        end_tile<End, 0, 0>(left, right, tiles_k, consumer, [&](auto finish) {
           left_first();
           values = leaf(left, 0, finish);
         }, beside);

@@ -29,6 +29,13 @@ __device__ __forceinline__ int lane_now() {
   return lane;
 }
 
+// A value that is the same in all lanes, read from shared memory before: it is here when an arrival follows. A shuffle would do,
+// but the compiler leaves it out where it knows that the value is the same.
+__device__ __forceinline__ int arrived(int value) {
+  asm volatile("redux.sync.max.s32 %0, %0, -1;" : "+r"(value));
+  return value;
+}
+
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

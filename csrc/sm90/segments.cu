@@ -4,9 +4,9 @@
 // warpgroups 64 x 128: small enough for three sets of accumulators in registers. Of four segments the chains use sets x, y,
 // z, x, and what is to be done with those that are finished is done under the next chain's products: the sum of the first
 // two under the third, the rest and the store under the next tile's first. Only after the fourth (of two:
-// after the second) must the products wait, for one sum. Of eight segments the sum of the first four waits in shared memory. The blocks share A: each loads half of its
-// rows and sends them to both. Clusters of four share B as well and move a third fewer bytes from the L2, but only 30 of
-// them run on 132 processors, and the slowest wave decides.
+// after the second) must the products wait, for one sum. Of eight segments the sum of the first four waits, half in registers
+// and half in shared memory. The blocks share A: each loads half of its rows and sends them to both. Clusters of four share B
+// as well and move a third fewer bytes from the L2, but only 30 of them run on 132 processors, and the slowest wave decides.
 // Each segment is one chain over ascending k from zero, so neither tiles nor scheduling change a bit.
 #include "epilogue.cuh"
 #include "tensor_map.h"
@@ -20,14 +20,10 @@ namespace {
 constexpr int kSide = 128;  // rows and columns of a block
 constexpr int kBytesHalf = 64 * kTileK * 2, kBytesOperand = 2 * kBytesHalf, kBytesPair = 2 * kBytesOperand;
 
-// Stages, and the memory behind them, of which each consumer warp has an eighth: for 16 x 128 of the output, and of eight
-// segments for the subtree of four, which is read before the output is written.
-template <int Count>
-constexpr int kDeep = Count == 8 ? 5 : 6;
-template <int Count>
-constexpr int kBytesOwn = Count == 8 ? 16 * kSide * 4 : 4096;
-template <int Count>
-constexpr int kBytesSegments = kDeep<Count> * kBytesPair + 8 * kBytesOwn<Count> + 256 + 1024;
+// Stages, and memory of each consumer warp behind them: 16 x 128 of the output, and of eight segments half of the subtree of
+// four, which is read before the output is written; registers hold the other half, so that all six stages fit.
+constexpr int kDepth = 6, kBytesOwn = 16 * kSide * 2, kHeld = 32;
+constexpr int kBytesSegments = kDepth * kBytesPair + 8 * kBytesOwn + 256 + 1024;
 
 struct Segments {
   CUtensorMap a, b, to;  // to: bf16 output
@@ -91,11 +87,11 @@ struct Nothing {
 };
 
 // What a consumer knows of the stages.
-template <int Deep, int TransposeB>
+template <int TransposeB>
 struct Consumer {
   uint32_t base, full, empty;
   int own, thread;
-  RingOf<Deep> at;
+  RingOf<kDepth> at;
 
   // The stage before the present one has been read.
   __device__ __forceinline__ void release() const {
@@ -143,11 +139,10 @@ struct Consumer {
 template <int Count, int TransposeB>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     segments_kernel(const __grid_constant__ Segments task) {
-  constexpr int kDepth = kDeep<Count>;
   extern __shared__ uint8_t raw[];
   const uint32_t base = (smem_address(raw) + 1023) & ~1023u;
   const uint32_t waiting = base + kDepth * kBytesPair;
-  const uint32_t full = waiting + 8 * kBytesOwn<Count>, empty = full + kDepth * 8;
+  const uint32_t full = waiting + 8 * kBytesOwn, empty = full + kDepth * 8;
   const int group = static_cast<int>(threadIdx.x) / 128, thread = threadIdx.x % 128;
   const int clusters = static_cast<int>(gridDim.x) / kCluster;
   const int tiles = Raster(task.rows, task.cols).count;
@@ -191,8 +186,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   } else {
     registers_up<240>();
     const int own = __shfl_sync(~0u, group - 1, 0), length = task.parts * task.part_tiles;
-    const uint32_t mine = waiting + (own * 4 + thread / 32) * kBytesOwn<Count>;
-    Consumer<kDepth, TransposeB> consumer{base, full, empty, own, thread};
+    const uint32_t mine = waiting + (own * 4 + thread / 32) * kBytesOwn;
+    Consumer<TransposeB> consumer{base, full, empty, own, thread};
     float x[64], y[64];
     int row = -1, column = 0;  // where the finished tile of this warp goes; negative: there is none
     const auto locate = [&](int id) {
@@ -227,12 +222,15 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       if (row >= 0) store(y);
     } else {
       float z[64];
+      [[maybe_unused]] float held[kHeld];
       const auto finish = [&] {
         add(y, z, z);
         if constexpr (Count == 8) {
+#pragma unroll
+          for (int i = 0; i < kHeld; ++i) z[i] = __fadd_rn(held[i], z[i]);
           const uint32_t from = mine + lane_now() * 16;
 #pragma unroll
-          for (int i = 0; i < 16; ++i) add_shared(from + i * 512, z + 4 * i);
+          for (int i = 0; i < (64 - kHeld) / 4; ++i) add_shared(from + i * 512, z + kHeld + 4 * i);
         }
       };
       for (int id = static_cast<int>(blockIdx.x) / kCluster; id < tiles; id += clusters) {
@@ -247,7 +245,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
               __syncwarp();
               const uint32_t to = mine + lane_now() * 16;
 #pragma unroll
-              for (int i = 0; i < 16; ++i) put_shared(to + i * 512, z + 4 * i);
+              for (int i = 0; i < kHeld; ++i) held[i] = z[i];
+#pragma unroll
+              for (int i = 0; i < (64 - kHeld) / 4; ++i) put_shared(to + i * 512, z + kHeld + 4 * i);
             } else if (row >= 0) {
               finish();
               store(z);
@@ -282,12 +282,12 @@ template <int Count, int TransposeB>
 void launch_segments(const Segments& task, cudaStream_t stream) {
   const int processors = once_a_device([](int device) {
     check(cudaFuncSetAttribute(segments_kernel<Count, TransposeB>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kBytesSegments<Count>),
+                               kBytesSegments),
           "shared memory");
     return processors_of(device);
   });
   const int blocks = std::min(processors / kCluster, Raster(task.rows, task.cols).count) * kCluster;
-  segments_kernel<Count, TransposeB><<<static_cast<unsigned>(blocks), kThreads, kBytesSegments<Count>, stream>>>(task);
+  segments_kernel<Count, TransposeB><<<static_cast<unsigned>(blocks), kThreads, kBytesSegments, stream>>>(task);
   check(cudaGetLastError(), "segments launch");
 }
 
