@@ -90,6 +90,11 @@ Params logits_params(const Matrix& hidden, const Matrix& weight, const Rows& row
   params.vocabulary = vocabulary(rows, out.data != nullptr ? out.cols : 0);
   params.active = rows.active;
   params.skipped = rows.skipped;
+  if (rows.whole.data != nullptr) {
+    params.whole = tensor_map(rows.whole, kTileK, kTileM);
+    params.whole_carried = tensor_map(rows.whole, kTileK, kCarried / kCluster);
+    params.whole_rows = static_cast<int>(rows.whole.rows);
+  }
   params.counter = counter;
   return params;
 }
@@ -178,6 +183,10 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     Problem& problem = params.problem[params.problems++];
     problem.a = tensor_map(task.dlogits, 64, kTileK);
     problem.b = tensor_map(task.hidden, 64, kTileK);
+    if (task.whole.data != nullptr) {
+      params.whole = tensor_map(task.whole, 64, kTileK);
+      params.whole_rows = static_cast<int>(task.whole.rows);
+    }
     problem.transposed_a = 1;
     shape(problem, vocabulary_size, width, tokens, kDepth);
     problem.init = task.dw_init;

@@ -46,6 +46,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     shapes[0].set<kStore, true>(params.problem[0], active, false);
     shapes[1].all_tiles = 0;
     if (params.problems > 1) shapes[1].set<kStore, false>(params.problem[1], active, false);
+    for (int i = 0; i < 2; ++i) {
+      shapes[i].whole = false;
+      if (params.problem[i].transposed_a) shapes[i].set_whole(params);  // dW
+    }
     if (params.kept.values != nullptr) {
       kept.set(shapes[0], params.problem[0], static_cast<int>(gridDim.x) / kCluster);
     }
@@ -97,6 +101,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
             ring.next();
             continue;
           }
+          const CUtensorMap* columns = tile.shape->whole ? &params.whole : &problem.b;
           barrier_expect(barrier, kBytesStage);
           if (problem.transposed_a) {
             load_tile(a, &problem.a, barrier, tile.m, k);
@@ -106,11 +111,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
           }
           if (tile.shares) {
             for (uint32_t chunk = rank * 2; chunk < rank * 2 + 2; ++chunk) {
-              load_tile_multicast(b + chunk * 8192, &problem.b, barrier, tile.n + chunk * 64, k, 3);
+              load_tile_multicast(b + chunk * 8192, columns, barrier, tile.n + chunk * 64, k, 3);
             }
           } else {
             for (uint32_t chunk = 0; chunk < 4; ++chunk) {
-              load_tile(b + chunk * 8192, &problem.b, barrier, tile.n + chunk * 64, k);
+              load_tile(b + chunk * 8192, columns, barrier, tile.n + chunk * 64, k);
             }
           }
           ring.next();

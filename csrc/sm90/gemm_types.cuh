@@ -89,6 +89,8 @@ struct Params {
   int* counter;            // zero at launch
   Kept kept;               // of kernels that store
   CUtensorMap carried;     // logits: A of problem 0 in boxes of half the carried rows
+  CUtensorMap whole, whole_carried;  // hidden states by row, as `a` or `b` and `carried` have them by slot
+  int whole_rows;          // read where so many rows are active, 0: never
   CUtensorMap stores;      // bf16 output of logits or dW, in boxes of 64 columns and the rows that a warp stores at a time
 };
 
@@ -99,6 +101,7 @@ struct Shape {
   int tiles_n, tiles_k;
   int filled;              // tiles of k that are not beyond K
   int tokens;              // columns of a tile where tokens are columns, else 0; there `pairs` counts such tiles
+  bool whole;              // hidden states are read by row
   bool brief;              // the last tile of k has zeros in its second half, and some in what is not zero of the first
   int tiles, all_tiles;    // of one block of k, of all
 
@@ -129,6 +132,9 @@ struct Shape {
     }
     tiles = pairs * tiles_n + odd * ((tiles_n + kCluster - 1) / kCluster);
     all_tiles = problem.output == kBlocks ? tiles * ((tiles_k + kBlockTiles - 1) / kBlockTiles) : tiles;
+  }
+  __device__ __forceinline__ void set_whole(const Params& params) {
+    whole = params.whole_rows > 0 && params.active != nullptr && *params.active == params.whole_rows;
   }
   __device__ __forceinline__ int tiled() const { return (pairs * kCluster + odd) * kTileM; }  // rows in tiles, or more
 };

@@ -5,6 +5,11 @@
 
 namespace rlk::sm90 {
 
+struct Matrix {
+  void* data = nullptr;
+  int64_t rows = 0, cols = 0, stride = 0;  // stride in elements between rows; columns are contiguous
+};
+
 // Values by row, [T] or [T, leaves]; null where an operator does not use them.
 struct Rows {
   const int64_t* targets = nullptr;  // global columns where `start` is one, else local ones; -1: another rank owns it
@@ -17,11 +22,7 @@ struct Rows {
   // Of the T rows the first `*active - skipped` take part, all without a pointer.
   const int* active = nullptr;
   int skipped = 0;
-};
-
-struct Matrix {
-  void* data = nullptr;
-  int64_t rows = 0, cols = 0, stride = 0;  // stride in elements between rows; columns are contiguous
+  Matrix whole;  // hidden states by row: read instead of those by slot where all of its rows take part; null: never
 };
 
 // Statistics of the leaves of hidden weight^T / temperature; kept.data != null also writes bf16 exp(z - leaf_max) of its
@@ -45,6 +46,7 @@ struct Backward {
   const float* dw_init = nullptr;
   const int* active = nullptr;  // as in Rows
   int skipped = 0;
+  Matrix whole;
   // Not null: dlogits are kept bf16 exp(z - leaf_max) of these rows, from the first of their leaves on. They become gradients
   // while the products run, and `table` [T, 8] is written (row_table). For dh, and without upstream gradients of entropy.
   const Rows* kept = nullptr;
@@ -75,6 +77,7 @@ struct Prepare {
   int* place = nullptr;            // [T] slot of a row, -1 if it does not take part
   float *picked_temperatures = nullptr, *target_logit = nullptr;  // [T] by slot
   void* picked = nullptr;          // [T, H] hidden states by slot
+  bool whole = false;              // not written where all rows take part: then the hidden states are as they should be
   float* out = nullptr;            // [5, T], zero in rows that do not take part
 };
 void prepare(Prepare task, cudaStream_t stream);

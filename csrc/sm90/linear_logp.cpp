@@ -67,7 +67,8 @@ Matrix first_columns(Matrix matrix, int64_t first, int64_t count) {
 }
 
 // out [5, T] (logp, lse, entropy, m, log l; the last step only with `whole`, where all of the vocabulary is here),
-// ints, longs, reals (Slots), hidden states by slot [T, H], leaf statistics [3, T, L], and bf16 exp(z - m_leaf) of the first
+// ints, longs, reals (Slots), hidden states by slot [T, H] (not written where all rows take part: `hidden` is read instead, here
+// and in the backward operator), leaf statistics [3, T, L], and bf16 exp(z - m_leaf) of the first
 // `keep` columns [T, keep rounded up to 8], for 0 of them [0, 0].
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(
     Tensor hidden, Tensor weight, Tensor targets, Maybe temperatures, int64_t start, int64_t columns, int64_t ignore,
@@ -105,6 +106,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(
   task.picked_temperatures = slots.temperatures;
   task.target_logit = slots.target_logit;
   task.picked = picked.data_ptr();
+  task.whole = true;
   task.out = floats(out, "out");
   prepare(task, stream);
 
@@ -112,6 +114,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(
   Tensor stats = new_tensor(hidden, real, {3, tokens, leaves});
   Tensor kept = new_tensor(hidden, half, {keep > 0 ? tokens : 0, up(keep, 8)});
   Rows rows = slots.rows(start, columns);
+  rows.whole = task.hidden;
   leaves_of(rows, stats, tokens);
   head.rows = columns;
   Matrix values{};
@@ -151,7 +154,7 @@ class Tree {
 // is a tree over `segments` (a power of two) of `segment_columns` columns each, the last ones possibly cut off or empty. dw
 // [>= columns, H] bf16, or fp32 to which the gradient is added; rows after `columns` are not written. Returns the gradient of
 // the hidden states: fp32 sums by slot, or bf16 by row; [0] unless need_hidden.
-Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor ints, Tensor longs, Tensor reals,
+Tensor backward_op(Tensor weight, Tensor picked, Maybe whole, Maybe kept, Maybe stats, Tensor ints, Tensor longs, Tensor reals,
                    Tensor out, Maybe grad_logp, Maybe grad_lse, Maybe grad_entropy, int64_t start, int64_t columns,
                    int64_t segments, int64_t segment_columns, bool tempered, bool need_hidden, bool by_row, Maybe dw,
                    int64_t workspace) {
@@ -208,6 +211,10 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
     upstream.place = slots.place;
   }
   Rows rows = slots.rows(start, columns);
+  if (whole.has_value()) {
+    rows.whole = matrix(*whole, "whole");
+    STD_TORCH_CHECK(rows.whole.rows == tokens && rows.whole.cols == width, "whole must be [T, H]");
+  }
   Matrix buffer{};
   Tensor own_buffer;
   if (kept.has_value()) {
@@ -232,6 +239,7 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe kept, Maybe stats, Tensor
 
   Backward task;
   task.hidden = hidden;
+  task.whole = rows.whole;
   task.active = slots.active;
   const bool wide = dw.has_value() && dw->scalar_type() == ScalarType::Float;
   char* weight_gradient = !dw.has_value() ? nullptr
@@ -379,7 +387,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
       " int ignore, float absent, int keep, bool whole)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "sm90_linear_logp_backward(Tensor weight, Tensor picked, Tensor(a!)? kept, Tensor? stats, Tensor ints,"
+      "sm90_linear_logp_backward(Tensor weight, Tensor picked, Tensor? whole, Tensor(a!)? kept, Tensor? stats, Tensor ints,"
       " Tensor longs, Tensor(b!) reals, Tensor out, Tensor? grad_logp, Tensor? grad_lse, Tensor? grad_entropy,"
       " int start, int columns, int segments, int segment_columns, bool tempered, bool need_hidden, bool by_row,"
       " Tensor(c!)? dw, int workspace) -> Tensor");

@@ -41,6 +41,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     const int active = params.active != nullptr ? max(*params.active - params.skipped, 0) : INT_MAX;
     shape.set<Kind, true>(problem, active, Carry);
+    shape.set_whole(params);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(memory.full + i * 8, 1);
       barrier_init(memory.empty + i * 8, 2 * kCluster);
@@ -56,6 +57,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   if (group == 0) {
     registers_down<40>();
     if (thread == 0) {  // producer
+      const CUtensorMap *rows = shape.whole ? &params.whole : &problem.a,
+                        *carried_rows = shape.whole ? &params.whole_carried : &params.carried;
       Ring ring;
       while (true) {
         const TileAt tile = memory.tile.next<true>(phase);
@@ -71,11 +74,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
           if (Carry && carried_row >= 0) {
             barrier_expect(barrier, kBytesStage + kBytesCarried);
             load_tile_multicast(memory.carried + ring.stage * kBytesCarried + rank * (kBytesCarried / kCluster),
-                                &params.carried, barrier, k, carried_row, 3);
+                                carried_rows, barrier, k, carried_row, 3);
           } else {
             barrier_expect(barrier, kBytesStage);
           }
-          load_tile(a, &problem.a, barrier, k, m);
+          load_tile(a, rows, barrier, k, m);
           if (tile.is(TileAt::kShares)) {
             load_tile_multicast(b + rank * (kBytesB / 2), &problem.b, barrier, k, n + static_cast<int>(rank) * kLeaf, 3);
           } else {
@@ -129,6 +132,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         of_tile();
         inputs.load(tile.m(), rows.active, v, own, thread);
       };
+      auto advance = [&] {
+        tile = memory.tile.next<false>(phase);
+        if (!tile.is(TileAt::kEnd)) start();
+      };
       auto set = [&] { two.set(tile.m(), tile.column, inputs, v); };
       Leaving values;
       start();
@@ -136,11 +143,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       while (true) {
         end_tile<End, 0, 0>(left, right, tiles_k, consumer, [&](auto finish) {
           left_first();
+          if constexpr (!Stores) advance();  // while the tensor cores have work; registers are too few where values are stored
           values = leaf(left, 0, finish);
         }, beside);
-        tile = memory.tile.next<false>(phase);
+        if constexpr (Stores) advance();
         if (tile.is(TileAt::kEnd)) break;
-        start();
         begin_tile<End, 0, 0>(left, right, consumer, [&] {
           leave(values);
           values = leaf(right, 1, [] {});

@@ -341,6 +341,7 @@ __global__ void __launch_bounds__(256) prepare_kernel(Prepare task, int each, un
   }
   if (blockIdx.x == 0 && threadIdx.x < task.counters) task.active[threadIdx.x] = threadIdx.x == 0 ? total : 0;
   __syncthreads();
+  if (task.whole && total == task.tokens) return;
   uint4* picked = reinterpret_cast<uint4*>(task.picked);
   for (unsigned from = 0; from < copies; from += 256 * kCopies) {
     if (from > 0) load(from);

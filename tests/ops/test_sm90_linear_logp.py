@@ -345,6 +345,42 @@ def test_ignored_rows_leave_no_trace(share, mib, entropy):
     assert not any(x[ignored].count_nonzero() for x in found[:4]) and (share < 1 or not found[4].count_nonzero())
 
 
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("mib", [512, 1])
+@pytest.mark.parametrize("tokens, hidden", [(1, 64), (64, 320), (284, 320), (796, 512), (900, 2048)])
+def test_hidden_states_by_row_or_by_slot(tokens, hidden, mib, entropy):
+    """Where all rows take part they are read where they lie, with one row more to ignore a copy of them."""
+    h, w, t = operands(tokens + 1, hidden, 2901, 2901)
+    temperature, vocabulary = mixed_temperature(tokens + 1), {"global_vocab_size": 2901, "entropy": entropy, "mib": mib}
+    copied = both(h, w, torch.cat((t[:-1], t.new_tensor([-100]))), temperature=temperature, **vocabulary)
+    copied = [x[:-1] for x in copied[:4]] + copied[4:]
+    upstream = torch.Generator(device="cuda").manual_seed(7)  # those of `both` depend on the number of rows
+    g = [torch.randn(tokens + 1, device="cuda", generator=upstream)[:-1] for _ in range(3)]
+    wide = torch.full((tokens, hidden + 24), float("nan"), device="cuda", dtype=h.dtype)
+    wide[:, :hidden] = h[:-1]
+    for rows in (h[:-1].clone(), wide[:, :hidden]):
+        x, weight = rows.detach().requires_grad_(), w.clone().requires_grad_()
+        out = linear_logp(x, weight, t[:-1], temperature=temperature[:-1], global_vocab_size=2901)
+        outputs = tuple(out) if entropy else (out.logp,)
+        gradients = torch.autograd.grad(outputs, (x, weight), g[: len(outputs)])
+        assert_same([*(x.detach() for x in out), *gradients], copied)
+    changed = h[:-1].clone()
+    changed[-1, 3] += 1.0
+    found = linear_logp(changed, w, t[:-1], temperature=temperature[:-1], global_vocab_size=2901)
+    assert differing(found.logp, copied[0])
+
+
+def test_changed_hidden_states_are_noticed():
+    """They are read again for the gradient of the weight."""
+    h, w, t = operands(*SHAPES[1])
+    x, weight = h.requires_grad_(), w.requires_grad_()
+    inner = x * 1
+    out = linear_logp(inner, weight, t, global_vocab_size=SHAPES[1][3])
+    inner.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.logp.sum().backward()
+
+
 @pytest.mark.parametrize("mib", [512, 1])
 def test_nothing_waits_for_the_gpu(mib):
     sm90.WORKSPACE_BYTES = mib << 20

@@ -89,8 +89,9 @@ class Slots:
     Attributes:
         ints: [64 + T] int32, longs: [2, T] int64, reals: [10, T] fp32: the memory of what the properties name, and in
             the first eight rows of ``reals`` room for what gradients of logits need.
-        hidden: [T, H] by slot.
+        hidden: [T, H] by slot; with ``whole`` not written where all rows take part.
         tempered: whether the call has a temperature.
+        whole: [T, H] by row, read instead where all rows take part, which saves the copy; None: never.
     """
 
     ints: torch.Tensor
@@ -98,6 +99,7 @@ class Slots:
     reals: torch.Tensor
     hidden: torch.Tensor
     tempered: bool
+    whole: torch.Tensor | None = None
 
     @property
     def active(self) -> torch.Tensor:
@@ -182,11 +184,12 @@ def forward(
         out [5, T], the slots, leaf statistics [3, T, L], and bf16 exp(z - m_leaf) of the first ``keep`` columns
         [T, :func:`kept_columns`], ``None`` for 0 of them.
     """
+    hidden = matrix(hidden, "hidden_states")
     out, ints, longs, reals, picked, stats, kept = torch.ops.rlk.sm90_linear_logp.default(
-        matrix(hidden, "hidden_states"), matrix(weight, "lm_head_weight"), targets.contiguous(), temperature, start,
+        hidden, matrix(weight, "lm_head_weight"), targets.contiguous(), temperature, start,
         columns, ignore_index, absent, keep, whole,
     )  # fmt: skip
-    return out, Slots(ints, longs, reals, picked, temperature is not None), stats, kept if keep else None
+    return out, Slots(ints, longs, reals, picked, temperature is not None, hidden), stats, kept if keep else None
 
 
 def gradients(
@@ -216,9 +219,9 @@ def gradients(
         The gradient of the hidden states: fp32 sums by slot, or with ``by_row`` rounded and by row.
     """
     return torch.ops.rlk.sm90_linear_logp_backward.default(
-        matrix(weight, "lm_head_weight"), slots.hidden, kept, stats if kept is not None else None, slots.ints,
-        slots.longs, slots.reals, out, *(g if g is None else g.to(torch.float32) for g in upstream), start, columns,
-        *segments, slots.tempered, need_hidden, by_row, dw, WORKSPACE_BYTES,
+        matrix(weight, "lm_head_weight"), slots.hidden, slots.whole, kept, stats if kept is not None else None,
+        slots.ints, slots.longs, slots.reals, out, *(g if g is None else g.to(torch.float32) for g in upstream), start,
+        columns, *segments, slots.tempered, need_hidden, by_row, dw, WORKSPACE_BYTES,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -184,18 +184,20 @@ class _LinearLogp(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, call: Call, made: _Made, main_grad: torch.Tensor | None
     ) -> Rows:
         ctx.set_materialize_grads(False)  # an output that nobody used has no gradient, rather than zeros to read
-        ctx.call, ctx.slots, ctx.kept, ctx.stats = call, made.slots, made.kept, made.stats
+        ctx.call, ctx.kept, ctx.stats = call, made.kept, made.stats
+        ctx.slots = made.slots and replace(made.slots, whole=None)
+        saved = hidden if made.slots and made.slots.whole is not None else None
         ctx.main_grad = main_grad
         ctx.parameter = weight if main_grad is not None else None
         output: Any = made.out.unbind(0)
-        ctx.save_for_backward(weight, made.out)
+        ctx.save_for_backward(weight, made.out, saved)  # autograd notices when they change
         ctx.mark_non_differentiable(*output[3:])
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        weight, out = ctx.saved_tensors
+        weight, out, hidden = ctx.saved_tensors
         call, slots, (need_hidden, need_weight) = ctx.call, ctx.slots, ctx.needs_input_grad[:2]
         kept, stats, ctx.kept, ctx.stats = ctx.kept, ctx.stats, None, None  # a second backward recomputes
         if slots is None:  # no rows
@@ -205,6 +207,8 @@ class _LinearLogp(torch.autograd.Function):
             if flagged:
                 ctx.parameter.grad_added_to_main_grad = True
             return weight.new_zeros((0, weight.shape[1])) if need_hidden else None, dw, None, None, None
+        if hidden is not None:
+            slots = replace(slots, whole=sm90.matrix(hidden, "hidden_states"))
         main_grad = ctx.main_grad if need_weight else None
         dw = sm90.new_weight_gradient(weight, call.columns) if need_weight and main_grad is None else None
         target = dw if main_grad is None else main_grad
