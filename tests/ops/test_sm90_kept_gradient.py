@@ -65,7 +65,8 @@ def kept_products(weight, slots, stats, out, kept, upstream, segments):
     columns, (count, size) = weight.shape[0], segments
     dw = sm90.new_weight_gradient(weight, columns)
     ranges = [(min(i * size, columns), min((i + 1) * size, columns)) for i in range(count)]
-    dh = sm90.both_products(slots.hidden, weight, kept[:, :columns], ranges, dw, None, slots.active, 0)
+    hidden = slots.whole if int(slots.active[0]) == len(slots.order) else slots.hidden
+    dh = sm90.both_products(hidden, weight, kept[:, :columns], ranges, dw, None, slots.active, 0)
     return kept, dh, dw
 
 
