@@ -125,7 +125,7 @@ void launch(const Params& params, cudaStream_t stream) {
 
 template <int End>
 void launch(const Params& params, cudaStream_t stream) {
-  if (params.problem[0].box > 0) {
+  if (params.problem[0].most > 0) {
     launch<End, true>(params, stream);
   } else {
     launch<End, false>(params, stream);
@@ -152,8 +152,12 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     // As many as suit all tokens: where fewer take part, the kernel chooses a number up to that, or tokens as rows. Rows that are
     // rounded on their way are always rows.
     const int columns = tokens_a_tile(static_cast<int>(tokens), kTileN);
-    problem.box = task.rounded != nullptr ? 0 : columns > 0 ? (columns / kCluster + 7) / 8 * 8 : kTileN / kCluster;
-    if (problem.box > 0) problem.tokens = tensor_map(task.dlogits, kTileK, problem.box);
+    problem.most = task.rounded != nullptr ? 0 : columns > 0 ? columns : kTileN;
+    if (problem.most > 0) {
+      problem.box = (problem.most / kCluster + 7) / 8 * 8;
+      problem.tokens[0] = tensor_map(task.dlogits, kTileK, problem.box);
+      problem.tokens[1] = tensor_map(task.dlogits, kTileK, problem.most - problem.box);
+    }
     shape(problem, tokens, width, task.columns, kRows);
     problem.k_begin = static_cast<int>(task.first_column);
     problem.output = kBlocks;

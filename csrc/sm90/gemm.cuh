@@ -102,7 +102,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
             continue;
           }
           const CUtensorMap* columns = tile.shape->whole ? &params.whole : &problem.b;
-          barrier_expect(barrier, kBytesStage);
           if (problem.transposed_a) {
             load_tile(a, &problem.a, barrier, tile.m, k);
             load_tile(a + 8192, &problem.a, barrier, tile.m + 64, k);
@@ -118,6 +117,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
               load_tile(b + chunk * 8192, columns, barrier, tile.n + chunk * 64, k);
             }
           }
+          barrier_expect(barrier, kBytesStage);  // behind the loads: what they need from shared memory is here before
           ring.next();
         }
       }

@@ -38,7 +38,7 @@ __host__ __device__ __forceinline__ int tokens_a_tile(int rows, int most) {
 
 struct Problem {
   CUtensorMap a, b;
-  CUtensorMap tokens;       // kBlocks: A in boxes of `box` rows, for tiles with tokens as columns
+  CUtensorMap tokens[2];    // kBlocks: A in boxes of `box` rows and of the others, for tiles with tokens as columns
   __nv_bfloat16* out;       // logits: [M, N], stored row by row where rows are carried
   int64_t out_stride;
   int rows, cols, depth;    // M, N, K
@@ -52,7 +52,7 @@ struct Problem {
   int continues;            // kBlocks: the first block is added to out_float as well
   int least;                // tiles of k a tile has at least; those beyond K are zeros, which change no sum
   int* order;               // kBlocks: zeros, 4 for each tile of a cluster: blocks finished
-  int box;                  // kBlocks: half of the most tokens a tile may have as columns, 0: always as rows
+  int most, box;            // kBlocks: tokens a tile may have as columns, 0: always as rows; which of them the first block loads
   __nv_bfloat16* rounded;   // kBlocks, tokens as rows: [.., N], or null: the last block is added to the others on its way there
   const int64_t* row_of;    // kBlocks: which of its rows
 };
@@ -117,7 +117,7 @@ struct Shape {
     odd = tiles_m % kCluster;
     tokens = 0;
     if constexpr (Kind == kStore && First) {
-      if (problem.output == kBlocks) tokens = tokens_a_tile(rows, problem.box * kCluster);
+      if (problem.output == kBlocks) tokens = tokens_a_tile(rows, problem.most);
       if (tokens > 0) {
         pairs += odd;
         odd = 0;

@@ -14,11 +14,14 @@ namespace rlk::sm90 {
 // those beyond this tile's are not multiplied.
 __device__ __forceinline__ void load_tokens(const Tile& tile, uint32_t rank, int k, uint32_t barrier, uint32_t a, uint32_t b) {
   const Problem& problem = *tile.problem;
-  const int box = problem.box;
-  barrier_expect(barrier, kBytesA + kCluster * box * kTileK * 2);
+  barrier_expect(barrier, kBytesA + problem.most * kTileK * 2);
   load_tile(a, &problem.b, barrier, tile.m, k);
   load_tile(a + 8192, &problem.b, barrier, tile.m + 64, k);
-  load_tile_multicast(b + rank * box * kTileK * 2, &problem.tokens, barrier, k, tile.n + static_cast<int>(rank) * box, 3);
+  if (rank == 0) {
+    load_tile_multicast(b, &problem.tokens[0], barrier, k, tile.n, 3);
+  } else {
+    load_tile_multicast(b + problem.box * kTileK * 2, &problem.tokens[1], barrier, k, tile.n + problem.box, 3);
+  }
 }
 
 template <int Columns, typename Consumer>
