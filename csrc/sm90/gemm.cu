@@ -23,6 +23,18 @@ Encode encoder() {
   return found;
 }
 
+// The driver asks for a context of the calling thread. One that has made no CUDA call yet has none, as autograd's may where
+// memory comes from torch's cache and this is its first operator; setting the device that is current anyway makes one.
+void need_context() {
+  static thread_local const bool there = [] {
+    int device = 0;
+    check(cudaGetDevice(&device), "current device");
+    check(cudaSetDevice(device), "context of this thread");
+    return true;
+  }();
+  static_cast<void>(there);
+}
+
 }  // namespace
 
 CUtensorMap tensor_map(const Matrix& matrix, int box_cols, int box_rows) {
@@ -30,13 +42,15 @@ CUtensorMap tensor_map(const Matrix& matrix, int box_cols, int box_rows) {
   const cuuint64_t size[2] = {static_cast<cuuint64_t>(matrix.cols), static_cast<cuuint64_t>(matrix.rows)};
   const cuuint64_t stride[1] = {static_cast<cuuint64_t>(matrix.stride) * 2};
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_cols), static_cast<cuuint32_t>(box_rows)}, step[2] = {1, 1};
+  need_context();
   const CUresult status = encoder()(
       &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, matrix.data, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error("no tensor map for a matrix of " + std::to_string(matrix.rows) + " x " +
                              std::to_string(matrix.cols) + ", row stride " + std::to_string(matrix.stride) +
-                             ": data must be 16-byte aligned and the stride a multiple of 8");
+                             ": data must be 16-byte aligned and the stride a multiple of 8 (driver error " +
+                             std::to_string(static_cast<int>(status)) + ")");
   }
   return map;
 }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,6 +20,8 @@ from tests.ops.sm90_harness import SHAPES, assert_same, need_hopper, operands
 need_hopper()
 
 pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -633,6 +639,26 @@ def test_segments_with_ignored_rows(segments, share):
     wide = both(h, w, t, **common)
     assert_same(both(h, w, t, backend="library", **common), wide)
     assert share == 1.0 or differing(wide[3], kept[3])
+
+
+FIRST = """
+import torch
+from rl_kernel.ops.linear_logp import linear_logp
+large, small = torch.empty(1 << 30, dtype=torch.uint8, device="cuda"), torch.empty(1 << 19, device="cuda")
+h = torch.randn(300, 512, device="cuda").bfloat16().requires_grad_()
+w = torch.randn(5003, 512, device="cuda").mul_(0.02).bfloat16().requires_grad_()
+t, up = torch.randint(0, 5003, (300,), device="cuda"), torch.randn(300, device="cuda")
+logp = linear_logp(h, w, t).logp
+del large, small
+found = torch.autograd.grad(logp, (h, w), up)
+assert all(bool(x.isfinite().all()) and bool(x.count_nonzero()) for x in found)
+"""
+
+
+def test_backward_is_the_first_call_of_its_thread():
+    """Its memory is in torch's cache, so that nothing before has given autograd's thread a CUDA context."""
+    run = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 def test_several_streams_and_a_graph():
