@@ -140,33 +140,19 @@ struct Pairs {
   }
 };
 
-// 128 columns of a product on their way to memory, so that the accumulators are free for others: bf16 waits in half as many
-// registers until it leaves by the copy engine, fp32 goes at once.
-struct Outgoing {
-  uint32_t packed[32];  // 16 h + j: columns 8 j + 2 (lane % 4) and the next one of row lane / 4 + 8 h
-  bool packs;
-
-  __device__ __forceinline__ explicit Outgoing(const Problem& problem) : packs(__any_sync(~0u, problem.output == kBf16)) {}
-  __device__ __forceinline__ void take(const float (&acc)[64], int half, const Tile& tile, int group, int thread) {
-    if (packs) {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) packed[i] = pack(acc[i % 16 * 4 + i / 16 * 2], acc[i % 16 * 4 + i / 16 * 2 + 1]);
-    } else {
-      const Problem& problem = *tile.problem;
-      Pairs(tile, half, group, thread).store(acc, problem.out_float, problem.output == kFloatAccumulate);
-    }
+// 128 columns of a product to memory: bf16 by the copy engine, fp32 at once.
+__device__ __forceinline__ void store_half(
+    const float (&acc)[64], int half, const Tile& tile, const BulkStager<16>& stager, int group, int thread) {
+  const Problem& problem = *tile.problem;
+  if (!__any_sync(~0u, problem.output == kBf16)) {
+    Pairs(tile, half, group, thread).store(acc, problem.out_float, problem.output == kFloatAccumulate);
+    return;
   }
-  __device__ __forceinline__ void leave(int half, const Tile& tile, const BulkStager<16>& stager, int group, int thread) const {
-    if (!packs) return;
-    const int lane = lane_now(), row = tile.m + group * 64 + thread / 32 * 16;
-    stager.begin(lane);
+  const int lane = lane_now(), row = tile.m + group * 64 + thread / 32 * 16;
+  stager.begin(lane);
 #pragma unroll
-    for (int i = 0; i < 32; i += 4) {
-      const uint32_t four[4] = {packed[i], packed[i + 1], packed[i + 2], packed[i + 3]};
-      stager.put(i % 16, i / 16, four, lane);
-    }
-    if (row < tile.shape->rows) stager.flush(row, tile.n + half * kLeaf, lane);
-  }
-};
+  for (int h = 0; h < 2; ++h) stage_row(acc + 2 * h, h, stager, lane);
+  if (row < tile.shape->rows) stager.flush(row, tile.n + half * kLeaf, lane);
+}
 
 }  // namespace rlk::sm90

@@ -37,7 +37,7 @@ void need_context() {
 
 }  // namespace
 
-CUtensorMap tensor_map(const Matrix& matrix, int box_cols, int box_rows) {
+CUtensorMap tensor_map(const Matrix& matrix, int box_cols, int box_rows, int swizzle) {
   CUtensorMap map;
   const cuuint64_t size[2] = {static_cast<cuuint64_t>(matrix.cols), static_cast<cuuint64_t>(matrix.rows)};
   const cuuint64_t stride[1] = {static_cast<cuuint64_t>(matrix.stride) * 2};
@@ -45,7 +45,7 @@ CUtensorMap tensor_map(const Matrix& matrix, int box_cols, int box_rows) {
   need_context();
   const CUresult status = encoder()(
       &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, matrix.data, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      swizzle == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error("no tensor map for a matrix of " + std::to_string(matrix.rows) + " x " +
                              std::to_string(matrix.cols) + ", row stride " + std::to_string(matrix.stride) +
@@ -127,23 +127,14 @@ void recompute(Matrix hidden, Matrix weight, Rows rows, Matrix dlogits, int* cou
 
 namespace {
 
-template <int End, bool Columns>
+template <bool Tall, bool Columns>
 void launch(const Params& params, cudaStream_t stream) {
   once_a_device([](int) {
-    check(cudaFuncSetAttribute(gemm_kernel<End, Columns>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared),
+    check(cudaFuncSetAttribute(gemm_kernel<Tall, Columns>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared),
           "shared memory");
     return 0;
   });
-  launch_clusters(gemm_kernel<End, Columns>, params, stream);
-}
-
-template <int End>
-void launch(const Params& params, cudaStream_t stream) {
-  if (params.problem[0].most > 0) {
-    launch<End, true>(params, stream);
-  } else {
-    launch<End, false>(params, stream);
-  }
+  launch_clusters(gemm_kernel<Tall, Columns>, params, stream);
 }
 
 }  // namespace
@@ -155,6 +146,8 @@ bool rounds_directly(int64_t tokens, int64_t columns) {
 void backward(Backward task, int* counter, cudaStream_t stream) {
   const int64_t tokens = task.hidden.rows, width = task.hidden.cols, vocabulary_size = task.dlogits.cols;
   if (tokens == 0 || width == 0) return;
+  // Tiles of dw have tiles of k enough, or take a few of zeros as well because few rows take part.
+  const bool tall = task.dw == nullptr || (task.dw_init == nullptr && tokens > (kTallLeast - 1) * kTileK);
   Params params{};
   params.counter = counter;
   params.active = task.active;
@@ -164,9 +157,9 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     problem.a = tensor_map(task.dlogits, kTileK, kTileM);
     problem.b = tensor_map(task.weight, 64, kTileK);
     // As many as suit all tokens: where fewer take part, the kernel chooses a number up to that, or tokens as rows. Rows that are
-    // rounded on their way are always rows.
+    // rounded on their way are always rows, and so are those beside tiles of dw that are not tall (few tokens, or chunks of them).
     const int columns = tokens_a_tile(static_cast<int>(tokens), kTileN);
-    problem.most = task.rounded != nullptr ? 0 : columns > 0 ? columns : kTileN;
+    problem.most = task.rounded != nullptr || !tall ? 0 : columns > 0 ? columns : kTileN;
     if (problem.most > 0) {
       problem.box = (problem.most / kCluster + 7) / 8 * 8;
       problem.tokens[0] = tensor_map(task.dlogits, kTileK, problem.box);
@@ -199,7 +192,7 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
   }
   if (task.dw != nullptr) {
     Problem& problem = params.problem[params.problems++];
-    problem.a = tensor_map(task.dlogits, 64, kTileK);
+    problem.a = tall ? tensor_map(task.dlogits, kTallChunk, kTileK, 64) : tensor_map(task.dlogits, 64, kTileK);
     problem.b = tensor_map(task.hidden, 64, kTileK);
     if (task.whole.data != nullptr) {
       params.whole = tensor_map(task.whole, 64, kTileK);
@@ -210,20 +203,18 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     problem.init = task.dw_init;
     problem.output = task.dw_output;
     problem.out_float = static_cast<float*>(task.dw);
-    if (problem.output == kBf16) params.stores = tensor_map({task.dw, vocabulary_size, width, width}, kLeaf / 2, 16);
+    problem.least = tall ? kTallLeast : 0;
+    if (problem.output == kBf16) params.stores = tensor_map({task.dw, vocabulary_size, width, width}, 64, tall ? kTallColumns : 16);
   }
   if (task.kept != nullptr) {
     before_products(params, *task.kept, *task.upstream, task.table, clusters_of(params), stream);
   }
-  // The halves of a tile of dw end apart where it has tiles of k enough, or takes a few of zeros as well because few rows
-  // take part.
-  if (task.dw == nullptr) {
-    launch<kWeightEnd>(params, stream);
-  } else if (task.dw_init == nullptr && tokens > (kBegin + kWeightEnd) * kTileK) {
-    params.problem[params.problems - 1].least = kBegin + kWeightEnd + 1;
-    launch<kWeightEnd>(params, stream);
+  if (!tall) {
+    launch<false, false>(params, stream);
+  } else if (params.problem[0].most > 0) {
+    launch<true, true>(params, stream);
   } else {
-    launch<0>(params, stream);
+    launch<true, false>(params, stream);
   }
 }
 

@@ -40,7 +40,7 @@ void launch_clusters(Kernel kernel, const Params& params, cudaStream_t stream) {
 }
 
 // Tiles of k at the end of a tile whose halves are multiplied one after the other (halves.cuh).
-constexpr int kLogitsEnd = 2, kWeightEnd = 1;
+constexpr int kLogitsEnd = 2;
 
 // Whether the halves of tiles of logits end apart.
 inline bool logits_apart(const Problem& problem) { return ceil_div(problem.depth, kTileK) > kBegin + kLogitsEnd; }

@@ -14,7 +14,7 @@ constexpr int kBytesStaging = 64 * kLeaf * 2;  // for one consumer warpgroup
 constexpr int kCarried = 32, kBytesCarried = kCarried * kTileK * 2;
 constexpr int kBytesBarriers = 256;
 constexpr int kBytesShared = kStages * kBytesStage + 2 * kBytesStaging + kBytesBarriers + 1024;
-static_assert(2 * kStages * 8 + 24 <= kBytesBarriers);  // of stages and of the broadcast of tiles, with the tile
+static_assert(2 * kStages * 8 + 24 + 2 * kStages * 8 <= kBytesBarriers);  // of stages, of the broadcast of tiles, with the tile, of tall stages
 
 constexpr int kBeyond = 1 << 30;  // a coordinate outside of every matrix
 constexpr int kLeastTokens = 160;  // in a tile with tokens as columns
@@ -252,10 +252,10 @@ struct Nothing {
 };
 
 // `count` > 0 tiles of k of both halves of a tile, which are complete at the end. multiply(kt): starts the products of the
-// stage that the consumer's ring is at, for tile kt of k. meanwhile(kt): runs when they are on their way.
-template <typename Consumer, typename Multiply, typename Meanwhile = Nothing>
+// stage that the consumer's ring is at, for tile kt of k.
+template <int N, typename Consumer, typename Multiply>
 __device__ __forceinline__ void multiply_tiles(
-    float (&left)[64], float (&right)[64], int count, Consumer& c, Multiply multiply, const Meanwhile& meanwhile = {}) {
+    float (&left)[N], float (&right)[N], int count, Consumer& c, Multiply multiply) {
   int held = 0;
   pin(left);
   pin(right);
@@ -264,7 +264,6 @@ __device__ __forceinline__ void multiply_tiles(
     c.wait(c.ring);
     multiply(kt);
     wgmma_commit();
-    meanwhile(kt);
     wgmma_wait<1>();
     c.release(held);
     held = 1;

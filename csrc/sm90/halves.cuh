@@ -9,9 +9,10 @@
 namespace rlk::sm90 {
 
 // The values from here on have nothing to do with those before, so that nothing keeps registers for them.
-__device__ __forceinline__ void forget(float (&acc)[64]) {
+template <int N>
+__device__ __forceinline__ void forget(float (&acc)[N]) {
 #pragma unroll
-  for (int i = 0; i < 64; ++i) asm volatile("" : "=f"(acc[i])::"memory");
+  for (int i = 0; i < N; ++i) asm volatile("" : "=f"(acc[i])::"memory");
 }
 
 // Copies that cost nothing: the compiler assigns registers to the values before and after on their own, and finds the same
@@ -80,10 +81,9 @@ __device__ __forceinline__ void multiply_half(
 }
 
 // The same for both halves and `count` > 0 tiles of k, which are complete at the end.
-template <int TransposeA, int TransposeB, int Deep, typename Beside = Nothing, typename Meanwhile = Nothing>
+template <int TransposeA, int TransposeB, int Deep, typename Beside = Nothing>
 __device__ __forceinline__ void multiply_both(
-    float (&left)[64], float (&right)[64], int count, bool continued, ConsumerOf<Deep>& c, const Beside& beside = {},
-    const Meanwhile& meanwhile = {}) {
+    float (&left)[64], float (&right)[64], int count, bool continued, ConsumerOf<Deep>& c, const Beside& beside = {}) {
   constexpr int kStepA = TransposeA ? 2048 : 32, kStepB = TransposeB ? 2048 : 32;
   multiply_tiles(left, right, count, c, [&](int kt) {
     const uint64_t a = c.a(c.ring), b = c.b(c.ring, 0);
@@ -94,7 +94,7 @@ __device__ __forceinline__ void multiply_both(
           left, right, a + (k * kStepA >> 4), b + (k * kStepB >> 4), continued || kt > 0 || k > 0);
       beside(c.ring, k, continued || kt > 0 || k > 0);
     }
-  }, meanwhile);
+  });
 }
 
 // Products beside those of the left half, where this tile has any: the code in both versions, chosen outside of its loops.

@@ -192,31 +192,33 @@ __device__ __forceinline__ void make_all_gradients(const Kept& kept, const KeptS
   }
 }
 
-// A producer, before it loads what lies at k of a tile: waits until they are gradients, and says up to which k they are. Looks
-// some units ahead, and at whether all jobs are done, since an answer takes as long as a tile of k.
-__device__ __forceinline__ int await_gradients(const Kept& kept, const KeptShape& shape, const Tile& tile, int k) {
-  constexpr int kUnitsAhead = 3, kThisTile = INT_MAX - 1;
-  const bool along_columns = tile.problem->output == kBlocks;  // dH: k are columns; dW: rows
-  int at, group, ahead;
-  bool two = false;  // the tile's rows lie in two units
-  if (along_columns) {
+// Kept values that a tile reads: all columns of some rows (dH) or all rows of some columns (dW).
+struct KeptNeed {
+  int first, end;  // rows or columns; none where first >= end
+
+  __device__ __forceinline__ static KeptNeed of_rows(const Tile& tile, const KeptShape& shape) {
     const bool by_column = tile.shape->tokens > 0;
-    const int first = by_column ? tile.n : tile.m, end = min(first + (by_column ? tile.shape->tokens : kTileM), shape.store_rows);
-    if (first >= end) return kThisTile;
-    at = k / kUnitColumns;
-    group = first / kUnitRows;
-    two = (end - 1) / kUnitRows > group;
-    ahead = shape.across - at;
-  } else {
-    if (k >= shape.store_rows) return kThisTile;
-    at = tile.m / kUnitColumns;
-    group = k / kUnitRows;
-    ahead = shape.groups - group;
+    const int first = by_column ? tile.n : tile.m;
+    return {first, min(first + (by_column ? tile.shape->tokens : kTileM), shape.store_rows)};
   }
-  const int step = along_columns ? shape.groups : 1, all = shape.jobs(shape.units);
-  // Units ready one after the other, of the rows of unit `row` in the first of them.
-  auto count_ready = [&](int row) {
-    const int* left = kept.left + at * shape.groups + row;
+  __device__ __forceinline__ static KeptNeed of_columns(int first, int count, const KeptShape& shape) {
+    return {first, min(first + count, shape.columns)};
+  }
+};
+
+// A producer, before it loads what lies at k of a tile: waits until they are gradients, and says up to which k they are. Looks
+// some units ahead, and at whether all jobs are done, since an answer takes as long as a tile of k. OfRows: of what is needed.
+template <bool OfRows>
+__device__ __forceinline__ int await_gradients(const Kept& kept, const KeptShape& shape, const KeptNeed& need, int k) {
+  constexpr int kUnitsAhead = 3, kThisTile = INT_MAX - 1;
+  constexpr int kUnit = OfRows ? kUnitRows : kUnitColumns, kUnitK = OfRows ? kUnitColumns : kUnitRows;
+  if (need.first >= need.end || (!OfRows && k >= shape.store_rows)) return kThisTile;
+  const int from = need.first / kUnit, at = k / kUnitK, ahead = (OfRows ? shape.across : shape.groups) - at;
+  const bool two = (need.end - 1) / kUnit > from;  // what the tile needs lies in two units
+  const int step = OfRows ? shape.groups : 1, all = shape.jobs(shape.units);
+  // Units ready one after the other, of unit `beside` of what is needed.
+  auto count_ready = [&](int beside) {
+    const int* left = kept.left + (OfRows ? at * shape.groups + beside : beside * shape.groups + at);
     int seen[kUnitsAhead], ready = 0;
 #pragma unroll
     for (int i = 0; i < kUnitsAhead; ++i) seen[i] = i < ahead ? relaxed(left + i * step) : -1;
@@ -230,13 +232,12 @@ __device__ __forceinline__ int await_gradients(const Kept& kept, const KeptShape
   bool every;
   do {
     every = relaxed(kept.finished) == all;
-    ready = count_ready(group);
-    if (two) ready = min(ready, count_ready(group + 1));
+    ready = count_ready(from);
+    if (two) ready = min(ready, count_ready(from + 1));
   } while (ready == 0 && !every);
   device_fence();
   proxy_fence();
-  if (every) return INT_MAX;
-  return along_columns ? (at + ready) * kUnitColumns : (group + ready) * kUnitRows;
+  return every ? INT_MAX : (at + ready) * kUnitK;
 }
 
 }  // namespace rlk::sm90

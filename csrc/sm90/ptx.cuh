@@ -126,6 +126,13 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t 
                : "memory");
 }
 
+// The same, turned: lane i has the address of column i % 8 of matrix i / 8, which becomes a row.
+__device__ __forceinline__ void store_matrices_turned(uint32_t address, const uint32_t (&value)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value[0]),
+               "r"(value[1]), "r"(value[2]), "r"(value[3])
+               : "memory");
+}
+
 // ---------------------------------------------------------------- bulk tensor copies
 __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y) {
   asm volatile(
@@ -167,11 +174,12 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Shared-memory matrix descriptor, 128-byte swizzle. `lead` and `stride` in bytes: K-major operands use stride = 8 rows;
-// MN-major ones lead = distance of 64-element chunks along M or N, stride = 8 rows of k.
+// Shared-memory matrix descriptor, 128- or 64-byte swizzle. `lead` and `stride` in bytes: K-major operands use stride = 8 rows;
+// MN-major ones lead = distance of chunks as wide as the swizzle along M or N, stride = 8 rows of k.
+template <int Swizzle = 128>
 __device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t lead, uint32_t stride) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (static_cast<uint64_t>(lead >> 4) << 16) |
-      (static_cast<uint64_t>(stride >> 4) << 32) | (uint64_t{1} << 62);
+      (static_cast<uint64_t>(stride >> 4) << 32) | (uint64_t{Swizzle == 128 ? 1 : 2} << 62);
 }
 
 template <int Registers>

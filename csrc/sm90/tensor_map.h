@@ -33,7 +33,7 @@ inline int processors_of(int device) {
   return count;
 }
 
-// Boxes of box_rows x box_cols bf16 with 128-byte swizzle; what lies outside the matrix is read as zero.
-CUtensorMap tensor_map(const Matrix& matrix, int box_cols, int box_rows);
+// Boxes of box_rows x box_cols bf16 with a swizzle of as many bytes; what lies outside the matrix is read as zero.
+CUtensorMap tensor_map(const Matrix& matrix, int box_cols, int box_rows, int swizzle = 128);
 
 }  // namespace rlk::sm90
