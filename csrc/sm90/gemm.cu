@@ -146,8 +146,9 @@ bool rounds_directly(int64_t tokens, int64_t columns) {
 void backward(Backward task, int* counter, cudaStream_t stream) {
   const int64_t tokens = task.hidden.rows, width = task.hidden.cols, vocabulary_size = task.dlogits.cols;
   if (tokens == 0 || width == 0) return;
-  // Tiles of dw have tiles of k enough, or take a few of zeros as well because few rows take part.
-  const bool tall = task.dw == nullptr || (task.dw_init == nullptr && tokens > (kTallLeast - 1) * kTileK);
+  // Tiles of dw have tiles of k enough, or take a few of zeros as well because few rows take part. They store 16 bytes at a time.
+  const bool tall = task.dw == nullptr || (task.dw_init == nullptr && tokens > (kTallLeast - 1) * kTileK &&
+                                           reinterpret_cast<uintptr_t>(task.dw) % 16 == 0);
   Params params{};
   params.counter = counter;
   params.active = task.active;

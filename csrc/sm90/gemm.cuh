@@ -154,7 +154,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   } else {
     registers_up<224>();
     const int own = __shfl_sync(~0u, group - 1, 0);  // known to be uniform
-    ConsumerOf<kStages> consumer{base, full, empty, own, thread, {}, {}};
+    ConsumerOf<kStages> consumer(base, full, empty, own, thread);
     const uint32_t memory = staging + (1 - own) * kBytesStaging;
     const int count = arrived(first);
     TileAt at = tile_at.next<false>(phase);
@@ -192,7 +192,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         const Shape& shape = shapes[last];
         // All of dH's stages are free before the first of these is filled. What they hold was read by copies and products alone,
         // and the staging memory lies in them and, of the second warpgroup, in its own of dH.
-        TallConsumer tall{{base, tall_full, tall_empty, own, thread, {}, {}}};
+        TallConsumer tall(base, tall_full, tall_empty, own, thread);
         const TallOutgoing outgoing{
             params.problem[last], &params.stores, base + kTallStages * kBytesTallStage + own * kBytesTallStaging, own, thread};
         multiply_all_tall(at, arrived(shape.tiles_k), __any_sync(~0u, shape.brief), tall, outgoing,

@@ -31,24 +31,28 @@ __device__ __forceinline__ void renew(float (&acc)[N]) {
 template <int Deep>
 struct ConsumerOf {
   using Ring = RingOf<Deep>;
-  uint32_t base, full, empty;
-  int group, thread;
+  uint32_t full, given_back;  // given_back: in the cluster's memory, of threads that say so for one of its blocks; else 0
   Ring ring, done;  // next stage to read, next stage to give back
+  uint64_t first_a, first_b;  // of the first stage
+
+  // stages: their memory
+  __device__ __forceinline__ ConsumerOf(uint32_t stages, uint32_t full, uint32_t empty, int group, int thread)
+      : full(full), given_back(thread < kCluster * 32 && thread % 32 == 0 ? barrier_of(empty, thread / 32) : 0), first_a(descriptor_kept(descriptor(stages + group * (kBytesA / 2), 8192, 1024))),
+        first_b(descriptor_kept(descriptor(stages + kBytesA, 8192, 1024))) {}
 
   __device__ __forceinline__ void wait(const Ring& at) const { barrier_wait(full + at.stage * 8, at.phase); }
   __device__ __forceinline__ uint64_t a(const Ring& at) const {
-    return descriptor(base + at.stage * kBytesStage + group * (kBytesA / 2), 8192, 1024);
+    return descriptor_behind(first_a, at.stage * kBytesStage);
   }
   // half: 0 or 1; the rows of B of that half
   __device__ __forceinline__ uint64_t b(const Ring& at, int half) const {
-    return descriptor(base + at.stage * kBytesStage + kBytesA + half * (kBytesB / 2), 8192, 1024);
+    return descriptor_behind(first_b, at.stage * kBytesStage + half * (kBytesB / 2));
   }
   // Only after products of these stages: they alone keep the four warps together. Otherwise a late warp could still wait
   // for a stage when it is given back and filled again, and would miss its phase.
   __device__ __forceinline__ void release(int stages) {
-    const bool signals = thread < kCluster * 32 && thread % 32 == 0;  // one thread for each block of the cluster
     for (; stages > 0; --stages) {
-      if (signals) barrier_arrive(empty + done.stage * 8, thread / 32);
+      if (given_back != 0) barrier_arrive_there(given_back + done.stage * 8);
       done.next();
     }
   }

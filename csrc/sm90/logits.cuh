@@ -110,7 +110,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     // Shuffled, so that these loads have ended before any arrival.
     const RowCounts rows{__shfl_sync(~0u, shape.rows, 0), __shfl_sync(~0u, shape.store_rows, 0)};
     const int own = __shfl_sync(~0u, group - 1, 0), warp = own * 4 + thread / 32;
-    ConsumerOf<kStages> consumer{memory.stages, memory.full, memory.empty, own, thread, {}, {}};
+    ConsumerOf<kStages> consumer(memory.stages, memory.full, memory.empty, own, thread);
     constexpr int kRows = Carry ? 8 : 16;
     using Stage = std::conditional_t<Stores, BulkStager<kRows>, NoStager>;
     Stage stager{};

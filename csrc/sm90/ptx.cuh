@@ -63,6 +63,16 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t rank) 
       : "memory");
 }
 
+// The same by its address in the shared memory of the cluster, made once.
+__device__ __forceinline__ uint32_t barrier_of(uint32_t barrier, uint32_t rank) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(barrier), "r"(rank));
+  return remote;
+}
+__device__ __forceinline__ void barrier_arrive_there(uint32_t remote) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -180,6 +190,15 @@ template <int Swizzle = 128>
 __device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t lead, uint32_t stride) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (static_cast<uint64_t>(lead >> 4) << 16) |
       (static_cast<uint64_t>(stride >> 4) << 32) | (uint64_t{Swizzle == 128 ? 1 : 2} << 62);
+}
+
+// Of memory `bytes` behind that of `first`, less than the memory there is, so that no carry leaves the address.
+__device__ __forceinline__ uint64_t descriptor_behind(uint64_t first, uint32_t bytes) {
+  return (first & 0xFFFFFFFF00000000ull) | (static_cast<uint32_t>(first) + (bytes >> 4));
+}
+// Made once: the compiler does not know how, so that it does not make it again at each use.
+__device__ __forceinline__ uint64_t descriptor_kept(uint64_t value) {
+  return (value & 0xFFFFFFFF00000000ull) | __shfl_sync(~0u, static_cast<uint32_t>(value), 0);
 }
 
 template <int Registers>

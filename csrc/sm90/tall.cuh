@@ -11,8 +11,8 @@
 // and the next tile's first products start on its accumulators; then the right one. A warpgroup waits while the tensor cores
 // take its products up, so only what follows them runs beside the last ones.
 #pragma once
-#include "epilogue.cuh"
 #include "halves.cuh"
+#include "turner.cuh"
 #include "wgmma_tall.cuh"
 
 namespace rlk::sm90 {
@@ -39,11 +39,16 @@ __device__ __forceinline__ TileAt tall_tile(const Problem& problem, int id) {
 }
 
 struct TallConsumer : ConsumerOf<kTallStages> {
+  __device__ __forceinline__ TallConsumer(uint32_t stages, uint32_t full, uint32_t empty, int group, int thread)
+      : ConsumerOf(stages, full, empty, group, thread) {
+    first_a = descriptor_kept(descriptor(stages + group * 16384, 8192, 1024));
+    first_b = descriptor_kept(descriptor<64>(stages + kBytesTallA, 4096, 512));
+  }
   __device__ __forceinline__ uint64_t a(const Ring& at, int half) const {
-    return descriptor(base + at.stage * kBytesTallStage + (group * 2 + half) * 8192, 8192, 1024);
+    return descriptor_behind(first_a, at.stage * kBytesTallStage + half * 8192);
   }
   __device__ __forceinline__ uint64_t b(const Ring& at) const {
-    return descriptor<64>(base + at.stage * kBytesTallStage + kBytesTallA, 4096, 512);
+    return descriptor_behind(first_b, at.stage * kBytesTallStage);
   }
 };
 
@@ -120,26 +125,19 @@ struct TallOutgoing {
       stores_commit();
     }
   }
-  // fp32: eight values of a column by eight lanes. Loads come before stores, some at a time: a store in between would order them.
+  // fp32, in whole lines.
   __device__ __forceinline__ void store(const float (&acc)[80], int first_row, int first_column) const {
-    constexpr int kBatch = 16;
-    const int lane = lane_now(), row = first_row + thread / 32 * 16 + lane / 4, column = first_column + lane % 4 * 2;
-    const int64_t cols = problem.cols;
-    const bool add = problem.output == kFloatAccumulate;
-    float* to = problem.out_float + column * cols + row;
-    auto offset = [&](int i) { return (i / 4 * 8 + i % 2) * cols + i / 2 % 2 * 8; };
-    auto inside = [&](int i) { return column + i / 4 * 8 + i % 2 < problem.rows && row + i / 2 % 2 * 8 < problem.cols; };
-#pragma unroll
-    for (int part = 0; part < 80; part += kBatch) {
-      float before[kBatch] = {};  // else what is not read keeps registers
-#pragma unroll
-      for (int i = part; i < part + kBatch; ++i) {
-        if (add && inside(i)) before[i - part] = __ldcg(to + offset(i));
-      }
-#pragma unroll
-      for (int i = part; i < part + kBatch; ++i) {
-        if (inside(i)) __stcg(to + offset(i), add ? __fadd_rn(before[i - part], acc[i]) : acc[i]);
-      }
+    const int lane = lane_now(), warp = thread / 32, cols = problem.cols;
+    const int column = first_column + warp * 8 + lane / 16, row = first_row + lane % 16 * 4;  // cols is a multiple of 8
+    float* first = problem.out_float + static_cast<int64_t>(column) * cols + row;
+    const Turner turner{
+        staging, lane, warp, 1 + group, first, row < cols ? min(problem.rows, first_column + kTallColumns) - column : 0, cols};
+    auto values = [&](int part) { return acc + part * 16; };
+    named_barrier(1 + group, 128);  // all have read what the memory held
+    if (__any_sync(~0u, problem.output == kFloatAccumulate)) {
+      turner.store<true, kTallColumns / 32>(values, [](int part) constexpr { return 1 + part; });
+    } else {
+      turner.store<false, kTallColumns / 32>(values, [](int) constexpr { return 0; });
     }
   }
 };

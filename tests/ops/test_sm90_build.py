@@ -102,7 +102,7 @@ def test_compiles_without_spills(tmp_path, name):
     if name.startswith("gemm"):
         products = sum(kernel.count("HGMMA.64x256x16.F32.BF16") for kernel in kernels)
         assert products == {"gemm": 16, "gemm_gradient": 8, "gemm_statistics": 32}[name]
-        # Tiles of dh with tokens as columns: one loop for each size. Tall tiles of dw: 160 columns. Carried rows: 32 columns.
+        # Tiles of dh with tokens as columns: one loop for each size. Tall tiles of dw: 160 columns. Carried rows: 32.
         sizes = {n for kernel in kernels for n in re.findall(r"HGMMA\.64x(\d+)x16\.F32\.BF16", kernel)}
         others = {
             "gemm": {str(n) for n in range(160, 256, 8)},

@@ -236,6 +236,22 @@ def test_tokens_as_rows_or_columns(tokens, width):
     assert bool(changed[tokens // 2].isnan().all())
 
 
+@pytest.mark.parametrize("columns", [1, 8, 159, 160, 161, 320, 325, 481, 5003])
+@pytest.mark.parametrize("tokens, width", [(129, 264), (200, 8), (200, 2048), (796, 1032)])
+def test_tall_tiles_of_dw(tokens, width, columns):
+    """256 of the hidden size x 160 of the vocabulary; a chain that goes on from 0 has tiles of the other shape."""
+    d, w, h = product_operands(tokens, width, columns)
+    expected = torch.empty(w.shape, device="cuda")
+    sm90.products(d, w, h, dw=expected, dw_init=torch.zeros_like(expected))
+    found, rounded = torch.full_like(expected, 7.0), torch.full_like(w, 7.0)
+    sm90.products(d, w, h, dw=found)
+    sm90.products(d, w, h, dh=torch.empty(h.shape, device="cuda"), dw=rounded)
+    assert_same([found, rounded], [expected, expected.bfloat16()])
+    h[-1] = h[0]
+    sm90.products(d, w, h, dw=rounded)
+    assert differing(rounded, expected.bfloat16()) > 0
+
+
 @pytest.mark.parametrize("tokens", [300, 796, 1820])
 def test_tokens_as_columns_of_a_segment(tokens):
     d, w, h = product_operands(tokens, 1024, 40003)
@@ -404,14 +420,16 @@ def test_nothing_waits_for_the_gpu(mib):
 
 
 @pytest.mark.parametrize("mib", [512, 1])
-def test_weight_gradient_into_main_grad(mib):
+@pytest.mark.parametrize("ahead", [0, 2])  # values in front of it in Megatron's buffer
+def test_weight_gradient_into_main_grad(mib, ahead):
     sm90.WORKSPACE_BYTES = mib << 20
     h, w, t = operands(*SHAPES[3])
     before, nothing = torch.randn(w.shape, device="cuda"), torch.full(w.shape, -0.0, device="cuda")
     w.requires_grad_()
 
     def added_to(start):
-        w.main_grad, w.grad_added_to_main_grad = start.clone(), False
+        buffer = torch.full((ahead + w.numel(),), 7.0, device="cuda")
+        w.main_grad, w.grad_added_to_main_grad = buffer[ahead:].view(w.shape).copy_(start), False
         linear_logp(h, w, t, accumulate_main_grad=True).logp.sum().backward()
         assert w.grad_added_to_main_grad and differing(w.main_grad, start)
         return w.main_grad
@@ -424,13 +442,11 @@ def test_weight_gradient_into_main_grad(mib):
         linear_logp(h, plain, t, accumulate_main_grad=True)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 6, 42])
-@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("tokens, ignored", [(1, 0), (3, 0), (6, 0), (42, 0), (1, 1), (42, 42), (200, 199), (200, 200)])
 def test_no_tile_is_lost_between_long_stores(tokens, ignored):
     """Next to no products, and stores that read first: the id of the next tile is read before another replaces it."""
     h, w, t = operands(tokens, 1024, 41984, 40000)
-    if ignored:
-        t = torch.full_like(t, -100)  # no products at all
+    t[:ignored] = -100  # all: no products, or of zeros
     w.requires_grad_()
     upstream = torch.randn(3, tokens, device="cuda")
 
