@@ -16,7 +16,6 @@ import datetime
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from revision import revision
 
 F32, BF16 = torch.float32, torch.bfloat16
 KIB, MIB = 1 << 10, 1 << 20
@@ -244,10 +244,9 @@ def main() -> None:
         found = json.loads(Path(result).read_text(encoding="utf-8"))
     for row in found["rows"]:
         judge(row)
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     head = {
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
-        "commit": os.environ.get("RLK_COMMIT") or git.stdout.strip() or "unknown",
+        "commit": revision(),
         "gpus": f"{args.ranks} x {name}",
         "torch": torch.__version__,
         "nccl": found["nccl"],

@@ -69,6 +69,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bench_linear_logp_table
 from bench_linear_logp_worker import OURS, STRETCH, serve
 from peers import PEERS
+from revision import revision
 
 SHAPES = {
     "T1": (796, 2048, 75968),
@@ -455,7 +456,6 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
             raise SystemExit("bench_linear_logp.py times a GPU, and torch sees none")
         lines = said(query).splitlines()
         card = lines[0] if lines else torch.cuda.get_device_name()
-    commit = said(["git", "rev-parse", "--short", "HEAD"])
     versions = {}
     names = ["torch", "triton", "nvidia-cutlass-dsl", "nvidia-ml-py", *(PEERS[key].distribution for key in args.peers)]
     for name in dict.fromkeys(names):
@@ -466,7 +466,7 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
     versions["torch"] = torch.__version__
     return {
         "command": " ".join(["python", *sys.argv]),
-        "commit": os.environ.get("RLK_COMMIT") or commit or "unknown",
+        "commit": revision(),
         "card": card,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "torch": torch.__version__,

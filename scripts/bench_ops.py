@@ -41,6 +41,7 @@ from bench_ops_cases import attention, elementwise, linear_logp, logp, sampling
 from bench_ops_linear import linear, segments, serve_baseline
 from bench_ops_table import join, summary, write
 from bench_ops_timer import add, rows
+from revision import revision
 from tune_launch import SHAPES
 
 METHOD = (__doc__ or "").strip().split("\n\n")[-1]
@@ -90,15 +91,9 @@ def measure_all(args: argparse.Namespace) -> None:
     cublaslt.setup()
     if not torch.cuda.is_available():
         raise SystemExit("bench_ops.py times a GPU, and torch sees none")
-    try:
-        git = ["git", "rev-parse", "--short", "HEAD"]
-        root = Path(__file__).resolve().parents[1]
-        commit = subprocess.run(git, capture_output=True, text=True, cwd=root).stdout.strip()
-    except OSError:
-        commit = ""
     report = {
         "command": " ".join(["python", *sys.argv]),
-        "commit": os.environ.get("RLK_COMMIT") or commit or "unknown",
+        "commit": revision(),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": sys.modules["triton"].__version__,

@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from revision import revision
+
 ROOT = Path(__file__).resolve().parents[1]
 # What the tests count, and what "alone" etc. were compared with is in the kinds.
 OPERATORS = {
@@ -155,11 +157,6 @@ def main() -> int:
 
     if importlib.util.find_spec("xdist") is None:
         raise SystemExit("verify_bits.py runs the tests side by side: pip install pytest-xdist")
-    try:
-        git = ["git", "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        commit = ""
     tests = arguments.tests or sorted(
         str(path.relative_to(ROOT)) for glob in TESTS for path in (ROOT / "tests/ops").glob(glob)
     )
@@ -189,7 +186,7 @@ def main() -> int:
     cards = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
     report = {
         "command": " ".join(["python", "scripts/verify_bits.py", *sys.argv[1:]]),
-        "commit": os.environ.get("RLK_COMMIT") or commit or "unknown",
+        "commit": revision(),
         "gpu": f"{torch.cuda.device_count()} x {', '.join(cards)}",
         "torch": torch.__version__,
         "triton": triton.__version__,

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -27,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from revision import revision
 from verify_embedded import counts, mean, read_metrics, shown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -278,10 +278,9 @@ def main() -> None:
     import torch
 
     arguments.out.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     about = {
         "command": own_command(sys.argv[1:]),
-        "commit": os.environ.get("RLK_COMMIT") or commit.strip() or "unknown",
+        "commit": revision(),
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
         if torch.cuda.is_available()
         else "cpu",

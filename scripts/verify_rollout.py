@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import pickle
 import random
 import shlex
@@ -24,6 +23,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from revision import revision
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCHES = (1, 2, 3, 5, 8, 17, 32, 61, 100, 256)
@@ -251,10 +252,9 @@ def main() -> None:
             phase("rollout", path, own)
             arms[mode] = json.loads(phase("compare", path, own).splitlines()[-1])
             print(mode, json.dumps(arms[mode]), flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     about = {
         "command": shlex.join(["python", *sys.argv]),
-        "commit": os.environ.get("RLK_COMMIT") or commit.strip() or "unknown",
+        "commit": revision(),
         "device": next(iter(arms.values()))["device"],
         "date": datetime.date.today().isoformat(),
         "seconds": f"{time.time() - started:.0f}",
