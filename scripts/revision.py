@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def revision() -> str:
-    """``RLK_COMMIT`` where it is set (a copy of the tree without its history), else the repository's HEAD, else unknown."""
+    """``RLK_COMMIT`` where it is set (as for a copy without the history), else the repository's HEAD, else unknown."""
     if said := os.environ.get("RLK_COMMIT"):
         return said
     git, here = ["git", "rev-parse", "--short", "HEAD"], Path(__file__).parent

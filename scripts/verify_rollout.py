@@ -11,6 +11,7 @@ neither from the trainer nor between two replays; ``consistency=native`` is the 
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import pickle
@@ -233,20 +234,28 @@ def markdown(arms: dict[str, Any], about: dict[str, str]) -> str:
 
 
 def main() -> None:
-    options = {a.split("=", 1)[0]: a.split("=", 1)[1] for a in sys.argv[1:] if a.startswith("--")}
-    overrides = [a for a in sys.argv[1:] if not a.startswith("--")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", default="strict,native", help="values of consistency, one run each")
+    report = ROOT / "reports/rollout_pressure"
+    parser.add_argument("--report", type=Path, default=report, help="where it goes, without .md and .json")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for the entry point")
+    # Of the processes that it starts:
+    parser.add_argument("--phase", choices=["rollout", "compare"], help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_intermixed_args()
+    overrides = options.overrides
     sys.path.insert(0, str(ROOT))
-    if "--phase" in options:
-        config, path = compose(overrides), Path(options["--file"])
-        if options["--phase"] == "rollout":
-            rollout(config, path)
+    if options.phase is not None:
+        config = compose(overrides)
+        if options.phase == "rollout":
+            rollout(config, options.file)
         else:
-            print(json.dumps(compare(config, path)))
+            print(json.dumps(compare(config, options.file)))
         return
     arms: dict[str, Any] = {}
     started = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        for mode in options.get("--arms", "strict,native").split(","):
+        for mode in options.arms.split(","):
             path = Path(folder) / f"{mode}.pickle"
             own = [*overrides, f"consistency={mode}"]
             phase("rollout", path, own)
@@ -259,9 +268,10 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "seconds": f"{time.time() - started:.0f}",
     }
-    target = Path(options.get("--report", str(ROOT / "reports" / "rollout_pressure")))
-    target.with_suffix(".json").write_text(json.dumps({**about, "arms": arms}, indent=1) + "\n", encoding="utf-8")
-    target.with_suffix(".md").write_text(markdown(arms, about), encoding="utf-8")
+    options.report.with_suffix(".json").write_text(
+        json.dumps({**about, "arms": arms}, indent=1) + "\n", encoding="utf-8"
+    )
+    options.report.with_suffix(".md").write_text(markdown(arms, about), encoding="utf-8")
     differing = {mode: sum(row["mismatches"] for row in arm["rows"]) for mode, arm in arms.items()}
     moved = "strict" in arms and arms["strict"]["replays_differing"]
     sys.exit(bool(differing.get("strict", 0) or moved or differing.get("native", 1) == 0))
