@@ -69,7 +69,7 @@ __global__ void __cluster_dims__(kTokenBlocks, 1, 1) __launch_bounds__(kTokenThr
   Token next{};
   if (row < task.tokens) next = Token::of(task, row);
   TokenLoss loss = task.loss;
-  if (on_gpu != nullptr) loss.by = task.normalizer != nullptr ? __int_as_float(by) : static_cast<float>(by);
+  if (on_gpu != nullptr) loss.by = task.normalizer != nullptr ? __int_as_float(by) : static_cast<float>(max(by, 1));
   float sums[kSums] = {};
 #pragma unroll 1
   for (; row < task.tokens; row += kStep) {

@@ -59,7 +59,7 @@ RLK_BOTH TokenTerms token_terms(const TokenLoss& loss, float difference, float r
   float objective = plain != plain ? plain : clipped != clipped ? clipped : fminf(plain, clipped);
   if (loss.with_entropy) objective = sum(objective, product(entropy, loss.entropy_weight));
   TokenTerms t;
-  t.loss = normalized(product(weight, -objective), loss);
+  t.loss = ignored ? 0.0f : normalized(product(weight, -objective), loss);  // also where the normalizer is 0
   t.weight = weight;
   t.clipped = product(weight, clipped < plain ? 1.0f : 0.0f);
   t.ratio = product(weight, ratio);
@@ -84,7 +84,7 @@ struct TokenLosses {
   const float *logp = nullptr, *entropy = nullptr, *old_logp = nullptr, *advantages = nullptr;
   const float* mask = nullptr;        // null: 1
   const float* normalizer = nullptr;  // one value on the GPU, else
-  const int* active = nullptr;        // the number of rows that take part, else loss.by
+  const int* active = nullptr;        // the number of rows that take part, at least 1, else loss.by
   float *total = nullptr, *metrics = nullptr;       // sums of all tokens: the loss, and [kTokenMetrics]
   float *by_logp = nullptr, *by_entropy = nullptr;  // [T]
 };

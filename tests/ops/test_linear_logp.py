@@ -374,6 +374,7 @@ def test_huge_logits():
         ({"grad_segments": 3}, "grad_segments=3 must be a power of two"),
         ({"grad_segments": 0}, "grad_segments=0 must be a power of two"),
         ({"weight": torch.randn(256, 16).to("meta")}, "lm_head_weight is on meta"),
+        ({"targets": torch.tensor([0, 1, 2, 3], device="meta")}, "target_ids are on meta"),
         ({"backend": "cuda"}, "backend='cuda' is unknown"),
     ),
 )

@@ -72,7 +72,7 @@ def test_bits_of_torch(run, clip, scale, entropy_weight):
     objective = torch.minimum(plain, clipped)
     if entropy_weight:
         objective = objective + entropy_weight * entropy
-    term = w * -objective / scale
+    term = (w * -objective / scale).masked_fill(ignored, 0.0)
     by_logp, by_entropy = torch.autograd.grad(term.sum(), leaves, allow_unused=True)
     expected = [term, w, w * (clipped < plain), w * ratio, -(w * difference), w * entropy, by_logp]
     expected += [by_entropy] if entropy_weight else []

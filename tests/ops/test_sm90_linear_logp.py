@@ -431,7 +431,7 @@ def test_weight_gradient_into_main_grad(mib, ahead):
         buffer = torch.full((ahead + w.numel(),), 7.0, device="cuda")
         w.main_grad, w.grad_added_to_main_grad = buffer[ahead:].view(w.shape).copy_(start), False
         linear_logp(h, w, t, accumulate_main_grad=True).logp.sum().backward()
-        assert w.grad_added_to_main_grad and differing(w.main_grad, start)
+        assert w.grad_added_to_main_grad and differing(w.main_grad, start) and bool((buffer[:ahead] == 7.0).all())
         return w.main_grad
 
     plain = w.detach().clone().requires_grad_()
@@ -440,6 +440,17 @@ def test_weight_gradient_into_main_grad(mib, ahead):
     assert_same([exact.bfloat16(), added_to(before)], [plain.grad, before + exact])
     with pytest.raises(ContractError, match="main_grad"):
         linear_logp(h, plain, t, accumulate_main_grad=True)
+
+
+def test_gradient_that_megatron_reads_beside_main_grad():
+    """Of a tied weight: its hook adds the gradient of the embedding, and with it what is returned here."""
+    h, w, t = operands(*SHAPES[3])
+    w.requires_grad_()
+    w.main_grad, w.grad_added_to_main_grad, w.zero_out_wgrad = torch.zeros(w.shape, device="cuda"), False, True
+    poison = torch.full(w.shape, torch.nan, device="cuda", dtype=w.dtype)
+    del poison  # what memory from the cache would hold
+    linear_logp(h, w, t, accumulate_main_grad=True).logp.sum().backward()
+    assert w.grad_added_to_main_grad and w.grad.count_nonzero() == 0 and w.main_grad.count_nonzero() > 0
 
 
 @pytest.mark.parametrize("tokens, ignored", [(1, 0), (3, 0), (6, 0), (42, 0), (1, 1), (42, 42), (200, 199), (200, 200)])

@@ -139,7 +139,8 @@ _linear_logp = Operator("linear_logp", _linear_logp_rows, _empty_rows, _Gradient
 _linear_logp_backward = Operator("linear_logp_backward", _linear_logp_gradients, _empty_gradients)
 
 
-def _check_operands(name: str, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+def check_operands(name: str, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raises :class:`ContractError` where shapes, dtypes or devices of the operands of ``name`` do not fit."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ContractError(
             f"{name}: hidden_states {tuple(hidden.shape)} must be [T, H] and lm_head_weight {tuple(weight.shape)} "
@@ -178,7 +179,7 @@ def linear_logp(
     """``logp(lm_head(hidden_states, lm_head_weight), target_ids)``, byte for byte, without the logits in memory.
 
     Args:
-        hidden_states: [T, H] float32 or bfloat16, the same on every rank.
+        hidden_states: [T, H] float32 or bfloat16, the same on every rank. Not to be changed in place before backward.
         lm_head_weight: [V_local, H], same dtype: the rows from ``vocab_start_index`` on of the padded vocabulary.
         target_ids: [T] int64 or int32 ids in the global vocabulary, or ``ignore_index``.
         tp_group: ranks that own the vocabulary together, in order of their shards. Collective: all ranks call,
@@ -217,13 +218,13 @@ def linear_logp(
     Raises:
         ContractError: an argument is out of range, or the ranks disagree.
     """
-    _check_operands("linear_logp", hidden_states, lm_head_weight)
+    check_operands("linear_logp", hidden_states, lm_head_weight)
     rows, hidden = hidden_states.shape
     layout = shards.vocab_layout(tp_group, vocab_start_index, lm_head_weight.shape[0], global_vocab_size, rows, hidden)
     segments = layout.ranks if grad_segments is None else grad_segments
     if torch.is_grad_enabled() and (hidden_states.requires_grad or lm_head_weight.requires_grad):
         layout.local_segments(0, segments)  # fail here, not in backward
-    targets = shards.check_targets(target_ids, rows, layout.global_vocab_size, ignore_index)
+    targets = shards.check_targets(target_ids, rows, layout.global_vocab_size, ignore_index, hidden_states.device)
     one = isinstance(temperature, float) and temperature == 1.0
     t = None if one else shards.temperature_rows(temperature, rows, hidden_states.device)
     if hidden_states.is_cuda and untraced(hidden_states, lm_head_weight, targets, t):

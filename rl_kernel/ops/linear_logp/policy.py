@@ -9,9 +9,15 @@ import torch.distributed as dist
 
 from rl_kernel.errors import ContractError
 from rl_kernel.ops._operator import untraced
-from rl_kernel.ops.linear_logp.op import linear_logp
+from rl_kernel.ops.linear_logp.op import check_operands, linear_logp
 from rl_kernel.ops.logp import shards
 from rl_kernel.registry import resolve
+
+
+def divisor(weights: torch.Tensor) -> torch.Tensor:
+    """What divides the loss of tokens of these weights: their sum, 1 where it is 0."""
+    total = weights.sum()
+    return total + (total == 0)
 
 
 def linear_policy_loss(
@@ -50,20 +56,26 @@ def linear_policy_loss(
             ignore_index, grad_segments, backend: as for :func:`rl_kernel.linear_logp`.
         old_logp, advantages: [T] fp32.
         mask: [T] weights, default one; tokens with ``ignore_index`` do not take part.
-        normalizer: divides the sum, default the sum of the weights of the tokens that take part. Pass the count of the
-            whole batch when it is split over ranks or micro-batches.
+        normalizer: divides the sum, default the sum of the weights of the tokens that take part (1 where that is 0, so
+            that a batch of no tokens has the loss 0 and no gradient). Pass the count of the whole batch when it is
+            split over ranks or micro-batches.
 
     Returns:
         (loss, logp [T], metrics): metrics are detached sums over tokens: ``tokens``, ``clipped``, ``ratio``,
         ``k1_kl`` (old - new), ``entropy``.
 
     Raises:
-        ContractError: shapes do not fit.
+        ContractError: an argument is out of range, shapes or devices do not fit, or the ranks disagree.
     """
-    tokens = hidden_states.shape[0]
+    check_operands("linear_policy_loss", hidden_states, lm_head_weight)
+    tokens, device = hidden_states.shape[0], hidden_states.device
     for name, value in (("old_logp", old_logp), ("advantages", advantages), ("mask", mask)):
-        if value is not None and value.shape != (tokens,):
+        if value is None:
+            continue
+        if value.shape != (tokens,):
             raise ContractError(f"linear_policy_loss: {name} {tuple(value.shape)} must be ({tokens},)")
+        if value.device != device:
+            raise ContractError(f"linear_policy_loss: {name} is on {value.device}, hidden_states are on {device}")
 
     @functools.cache
     def shared() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -78,7 +90,7 @@ def linear_policy_loss(
         if isinstance(normalizer, torch.Tensor):
             return weights, ignored, normalizer
         if normalizer is None:
-            return weights, ignored, weights.sum()
+            return weights, ignored, divisor(weights)
         return weights, ignored, torch.full((), normalizer, dtype=torch.float32, device=weights.device)
 
     def loss(
@@ -100,10 +112,15 @@ def linear_policy_loss(
             "k1_kl": -(w * difference).sum(),
             "entropy": (w * entropy).sum(),
         }
-        return (w * -objective / scale).sum(), {name: value.detach() for name, value in metrics.items()}
+        return (w * -objective / scale).masked_fill(out, 0.0).sum(), {
+            name: value.detach() for name, value in metrics.items()
+        }
 
     operands = (hidden_states, lm_head_weight)
     wanted = torch.is_grad_enabled() and all(x.requires_grad for x in operands)
+    # Made in the forward pass, gradients are those of the operands alone.
+    others = (old_logp, advantages, mask, normalizer)
+    wanted = wanted and not any(isinstance(x, torch.Tensor) and x.requires_grad for x in others)
     if (
         hidden_states.is_cuda
         and wanted
@@ -115,14 +132,16 @@ def linear_policy_loss(
         layout = shards.vocab_layout(
             tp_group, vocab_start_index, lm_head_weight.shape[0], global_vocab_size, tokens, hidden_states.shape[1]
         )
+        segments = layout.ranks if grad_segments is None else grad_segments
+        layout.local_segments(0, segments)  # fail here, not after the first products
         call = sm90_schedules.Call(
-            shards.check_targets(target_ids, tokens, layout.global_vocab_size, ignore_index),
+            shards.check_targets(target_ids, tokens, layout.global_vocab_size, ignore_index, device),
             None
             if isinstance(temperature, float) and temperature == 1.0
             else shards.temperature_rows(temperature, tokens, hidden_states.device),
             layout,
             ignore_index,
-            layout.ranks if grad_segments is None else grad_segments,
+            segments,
             tp_group if tp_group is not None and tp_group.size() > 1 else None,
         )
         weights = None if mask is None else mask.to(torch.float32)

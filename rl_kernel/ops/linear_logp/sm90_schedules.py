@@ -216,7 +216,9 @@ class _LinearLogp(torch.autograd.Function):
         if main_grad is not None and hasattr(ctx.parameter, "grad_added_to_main_grad"):
             # Megatron's hooks run when a gradient arrives; with this flag they do not read it.
             ctx.parameter.grad_added_to_main_grad = True
-            dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            # They read it all the same where another gradient of a tied weight follows (zero_out_wgrad).
+            read = getattr(ctx.parameter, "zero_out_wgrad", False)
+            dw = (torch.zeros_like if read else torch.empty_like)(weight, memory_format=torch.contiguous_format)
         return dh, dw, None, None, None
 
 
@@ -318,7 +320,8 @@ class ClippedLoss:
         if normalizer is None and (weights is not None or len(targets) > _COUNTED):
             # Gradients depend on the order of this sum: it is torch's on every path.
             weights = torch.ops.rlk.sm90_token_weights.default(targets, call.ignore_index, weights)
-            normalizer = weights.sum()
+            total = weights.sum()
+            normalizer = total + (total == 0)  # as policy.divisor
         by = (normalizer, None) if isinstance(normalizer, torch.Tensor) else (None, normalizer)
         value, by_logp, by_entropy, metrics = torch.ops.rlk.sm90_token_loss.default(
             out, slots.ints, targets, call.ignore_index, self.old_logp.contiguous(), self.advantages.contiguous(),

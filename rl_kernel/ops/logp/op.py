@@ -162,7 +162,7 @@ def logp(
     """
     logits = _check_logits("logp", logits)
     layout = shards.vocab_layout(tp_group, vocab_start_index, logits.shape[1], global_vocab_size, logits.shape[0])
-    targets = shards.check_targets(target_ids, logits.shape[0], layout.global_vocab_size, ignore_index)
+    targets = shards.check_targets(target_ids, logits.shape[0], layout.global_vocab_size, ignore_index, logits.device)
     t = shards.temperature_rows(temperature, logits.shape[0], logits.device)
     out = _logp(
         logits,

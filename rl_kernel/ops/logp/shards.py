@@ -6,6 +6,7 @@ logit, and the values of the maximal aligned subtrees. Everything that is summed
 
 from __future__ import annotations
 
+import functools
 import weakref
 from types import ModuleType
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rl_kernel.errors import ContractError
+from rl_kernel.ops._operator import untraced
 from rl_kernel.ops.collectives.op import gather_bytes
 from rl_kernel.ops.logp.vocab_tree import VocabLayout, whole_vocabulary
 
@@ -85,17 +87,21 @@ def temperature_rows(temperature: float | torch.Tensor, rows: int, device: torch
     return torch.full((rows,), temperature, dtype=torch.float32, device=device)
 
 
-def check_targets(targets: torch.Tensor, rows: int, global_vocab_size: int, ignore_index: int) -> torch.Tensor:
+def check_targets(
+    targets: torch.Tensor, rows: int, global_vocab_size: int, ignore_index: int, device: torch.device
+) -> torch.Tensor:
     """``targets`` as int64 [rows].
 
     Raises:
-        ContractError: wrong shape or dtype, or (CPU tensors) an id outside the vocabulary that is not ignore_index. On
-            an accelerator the check would stop the stream: such a row becomes NaN instead.
+        ContractError: wrong shape, dtype or device, or (CPU tensors) an id outside the vocabulary that is not
+            ignore_index. On an accelerator the check would stop the stream: such a row becomes NaN instead.
     """
     if targets.dtype not in (torch.int64, torch.int32) or targets.shape != (rows,):
         raise ContractError(
             f"target_ids: {targets.dtype} {tuple(targets.shape)} must be int64 or int32 of shape ({rows},)"
         )
+    if targets.device != device:
+        raise ContractError(f"target_ids are on {targets.device}, what they choose from is on {device}")
     targets = targets.to(torch.int64)
     if targets.device.type == "cpu":
         bad = ((targets < 0) | (targets >= global_vocab_size)) & (targets != ignore_index)
@@ -118,6 +124,18 @@ def local_targets(targets: torch.Tensor, start: int, columns: int) -> torch.Tens
     """Targets as columns of the local shard; -1 where another rank owns them."""
     local = targets - start
     return torch.where((local >= 0) & (local < columns), local, -1)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_ends(borders: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(borders[1:], device=device)
+
+
+def _ends(borders: tuple[int, ...], targets: torch.Tensor) -> torch.Tensor:
+    """Where shards end, beside ``targets``. Kept: copying them to an accelerator would wait for it at every call."""
+    if untraced(targets):
+        return _kept_ends(borders, targets.device)
+    return torch.tensor(borders[1:], device=targets.device)
 
 
 def reduce_rows(
@@ -149,8 +167,7 @@ def reduce_rows(
         rank = group.rank()
         parts = gather_bytes(torch.stack([m, z_target]), group)  # [R, 2, T]
         m = parts[:, 0].amax(0)
-        ends = torch.tensor(layout.borders[1:], device=targets.device)
-        owner = torch.bucketize(targets, ends, right=True)
+        owner = torch.bucketize(targets, _ends(layout.borders, targets), right=True)
         z_target = parts[:, 1].gather(0, owner.clamp(max=layout.ranks - 1)[None])[0]
     inside = (targets >= 0) & (targets < layout.global_vocab_size)
     z_target = torch.where(inside, z_target, torch.nan)
