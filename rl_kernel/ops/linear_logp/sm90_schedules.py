@@ -187,6 +187,8 @@ class _LinearLogp(torch.autograd.Function):
         ctx.call, ctx.kept, ctx.stats = call, made.kept, made.stats
         ctx.slots = made.slots and replace(made.slots, whole=None)
         saved = hidden if made.slots and made.slots.whole is not None else None
+        if saved is not None and saved.is_inference():  # of a frozen model: autograd keeps no such tensor
+            saved = saved.clone()
         ctx.main_grad = main_grad
         ctx.parameter = weight if main_grad is not None else None
         output: Any = made.out.unbind(0)
