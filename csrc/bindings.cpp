@@ -15,11 +15,17 @@ STABLE_TORCH_LIBRARY(rlk, m) {
   m.def("logp_whole_rows(Tensor stats, Tensor z_target, Tensor(a!) out) -> ()");
   m.def("logp_tree_nodes(Tensor stats, Tensor m, Tensor ranges, Tensor(a!) nodes) -> ()");
   m.def("logp_finish(Tensor nodes, Tensor merges, int first_slot, Tensor m, Tensor z_target, Tensor(a!) out) -> ()");
-  m.def("logp_dlogits(Tensor logits, Tensor temperature, Tensor targets, Tensor state, Tensor grads, int columns, Tensor(a!) out) -> ()");
+  m.def(
+      "logp_dlogits(Tensor logits, Tensor temperature, Tensor targets, Tensor state, Tensor grads, int columns, Tensor(a!) "
+      "out) -> ()");
   m.def("logp_log_softmax(Tensor logits, Tensor temperature, Tensor state, int columns, Tensor(a!) out) -> ()");
   // linear_logp
-  m.def("linear_logp_leaf_stats(Tensor hidden, Tensor weight, Tensor temperature, Tensor targets, int columns, Tensor(a!) stats, Tensor(b!) z_target) -> ()");
-  m.def("linear_logp_backward(Tensor hidden, Tensor weight, Tensor temperature, Tensor targets, Tensor state, Tensor grads, Tensor segments, Tensor(a!) dh, Tensor(b!) dw) -> ()");
+  m.def(
+      "linear_logp_leaf_stats(Tensor hidden, Tensor weight, Tensor temperature, Tensor targets, int columns, Tensor(a!) stats, "
+      "Tensor(b!) z_target) -> ()");
+  m.def(
+      "linear_logp_backward(Tensor hidden, Tensor weight, Tensor temperature, Tensor targets, Tensor state, Tensor grads, "
+      "Tensor segments, Tensor(a!) dh, Tensor(b!) dw) -> ()");
   // linear
   m.def("linear_forward(Tensor x, Tensor weight, int segments, ScalarType? out_dtype) -> Tensor");
   m.def("linear_dgrad(Tensor dy, Tensor weight, int segments, int parts, ScalarType? out_dtype) -> Tensor");
@@ -34,8 +40,12 @@ STABLE_TORCH_LIBRARY(rlk, m) {
   m.def("embedding_backward(Tensor dy, Tensor ids, int num_rows, int vocab_start_index) -> Tensor");
   // attention
   m.def("attention_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, float scale) -> (Tensor, Tensor)");
-  m.def("attention_varlen_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_q, Tensor cu_k, float scale) -> (Tensor, Tensor, Tensor)");
-  m.def("attention_paged_forward(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_q, Tensor seq_lens, float scale) -> Tensor");
+  m.def(
+      "attention_varlen_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_q, Tensor cu_k, "
+      "float scale) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "attention_paged_forward(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor cu_q, Tensor seq_lens, "
+      "float scale) -> Tensor");
 }
 
 // An empty module: importing rl_kernel._C loads the library, which registers the operators above.

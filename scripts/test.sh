@@ -14,6 +14,7 @@ step() { printf '\n== %s (%ss)\n' "$1" "$SECONDS"; }
 step "lint"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
+"${python%/*}/clang-format" --dry-run --Werror csrc/*.cpp csrc/*/*
 step "environment (tests skip what is not installed: here nothing may be missing)"
 "$python" -m recipes.doctor --quick
 

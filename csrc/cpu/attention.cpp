@@ -32,8 +32,7 @@ std::vector<int64_t> host_index(const Tensor& t_, const char* what) {
 void check_offsets(const std::vector<int64_t>& cu, int64_t tokens, const char* what) {
   STD_TORCH_CHECK(!cu.empty() && cu[0] >= 0, "attention: ", what, " must hold B + 1 offsets from 0 on");
   for (size_t i = 1; i < cu.size(); ++i) STD_TORCH_CHECK(cu[i] >= cu[i - 1], "attention: ", what, " must not decrease");
-  STD_TORCH_CHECK(cu.back() <= tokens, "attention: ", what, " ends at ", cu.back(), " but there are ", tokens,
-                  " tokens");
+  STD_TORCH_CHECK(cu.back() <= tokens, "attention: ", what, " ends at ", cu.back(), " but there are ", tokens, " tokens");
 }
 
 // [T, h, D] with contiguous D and any other strides.
@@ -86,8 +85,8 @@ RLK_INLINE void mix_all(float* o, V8 scale, const float* weight, const float* co
 
 // One row takes one block of n keys into its state (m, l, o).
 template <class T>
-RLK_INLINE void take_block(const float* q, const float* const* k, const float* const* v, int64_t n, int64_t width,
-                           float scale, float* m, float* l, float* o) {
+RLK_INLINE void take_block(const float* q, const float* const* k, const float* const* v, int64_t n, int64_t width, float scale,
+                           float* m, float* l, float* o) {
   alignas(32) float s[kBlock + 4];
   dots(q, k, n, width, s);
   for (int64_t j = n; j < kBlock; ++j) s[j] = -std::numeric_limits<float>::infinity();
@@ -190,8 +189,8 @@ Tensor output_rows(const Tensor& q, std::initializer_list<int64_t> sizes, const 
 }
 
 void check_heads(const Tensor& q, const Tensor& k, const Tensor& v, int64_t kv_heads) {
-  STD_TORCH_CHECK(kv_heads > 0 && q.size(1) % kv_heads == 0, "attention: ", q.size(1),
-                  " query heads are not a multiple of ", kv_heads, " kv heads");
+  STD_TORCH_CHECK(kv_heads > 0 && q.size(1) % kv_heads == 0, "attention: ", q.size(1), " query heads are not a multiple of ",
+                  kv_heads, " kv heads");
   STD_TORCH_CHECK(q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type(),
                   "attention: q, k and v must have one dtype");
 }
@@ -206,8 +205,7 @@ std::tuple<Tensor, Tensor> varlen_forward(const Tensor& q_, const Tensor& k_, co
   check_offsets(cu_k, k.size(0), "cu_seqlens_k");
   STD_TORCH_CHECK(cu_q.size() == cu_k.size(), "attention: cu_seqlens_q and cu_seqlens_k must have one length");
   for (size_t b = 0; b + 1 < cu_q.size(); ++b) {
-    STD_TORCH_CHECK(cu_k[b + 1] - cu_k[b] >= cu_q[b + 1] - cu_q[b], "attention: sequence ", b,
-                    " has fewer keys than queries");
+    STD_TORCH_CHECK(cu_k[b + 1] - cu_k[b] >= cu_q[b + 1] - cu_q[b], "attention: sequence ", b, " has fewer keys than queries");
   }
   Tensor out = output_rows(q, {t, heads, d}, cu_q), lse = output_rows(q, {t, heads}, cu_q, ScalarType::Float);
   const std::vector<Item> items = work_items(cu_q);
@@ -249,8 +247,7 @@ Tensor paged_forward(const Tensor& q_, const Tensor& k, const Tensor& v, const T
   check_heads(q, k, v, kv_heads);
   check_offsets(cu_q, t, "cu_seqlens_q");
   STD_TORCH_CHECK(table.scalar_type() == ScalarType::Int, "attention: block_table must be int32");
-  STD_TORCH_CHECK(k.stride(3) == 1 && v.stride(3) == 1,
-                  "attention: the last dimension of the caches must be contiguous");
+  STD_TORCH_CHECK(k.stride(3) == 1 && v.stride(3) == 1, "attention: the last dimension of the caches must be contiguous");
   STD_TORCH_CHECK(lens.size() + 1 == cu_q.size() && table.size(0) >= int64_t(lens.size()),
                   "attention: seq_lens [B], cu_seqlens_q [B + 1] and block_table [B, pages] must agree");
   const int32_t* pages = data<int32_t>(table);
@@ -259,12 +256,12 @@ Tensor paged_forward(const Tensor& q_, const Tensor& k, const Tensor& v, const T
     const int64_t n = cu_q[b + 1] - cu_q[b];
     if (n == 0) continue;  // a padded slot of the call
     STD_TORCH_CHECK(lens[b] >= n, "attention: sequence ", b, " has seq_len ", lens[b], " and ", n, " queries");
-    STD_TORCH_CHECK(lens[b] <= columns * size, "attention: sequence ", b, " has seq_len ", lens[b],
-                    " and block_table holds ", columns, " pages of ", size);
+    STD_TORCH_CHECK(lens[b] <= columns * size, "attention: sequence ", b, " has seq_len ", lens[b], " and block_table holds ",
+                    columns, " pages of ", size);
     for (int64_t p = 0; p * size < lens[b]; ++p) {
       const int32_t page = pages[int64_t(b) * columns + p];
-      STD_TORCH_CHECK(page >= 0 && page < blocks, "attention: block_table[", b, ", ", p, "] = ", page,
-                      " must lie in [0, ", blocks, ")");
+      STD_TORCH_CHECK(page >= 0 && page < blocks, "attention: block_table[", b, ", ", p, "] = ", page, " must lie in [0, ",
+                      blocks, ")");
     }
     pairs += double(n) * double(lens[b]);
   }
@@ -284,8 +281,7 @@ Tensor paged_forward(const Tensor& q_, const Tensor& k, const Tensor& v, const T
         const int64_t h = i % kv_heads, b = item.sequence, q0 = cu_q[b];
         const int32_t* row = pages + b * columns;
         attend(
-            pq + q0 * qs + h * group * qh, qs, qh, group, item.first, item.count, lens[b] - (cu_q[b + 1] - q0), d,
-            float(scale),
+            pq + q0 * qs + h * group * qh, qs, qh, group, item.first, item.count, lens[b] - (cu_q[b + 1] - q0), d, float(scale),
             [&](int64_t j, const T** kj, const T** vj) {
               const int64_t page = row[j / size], slot = j % size;
               *kj = pk + page * kb + slot * kt + h * kh;
@@ -301,9 +297,9 @@ Tensor paged_forward(const Tensor& q_, const Tensor& k, const Tensor& v, const T
 // Gradient of one sequence and one kv head. Query heads of the group outside, tokens ascending inside: the order in
 // which a key's accumulators take their terms. Four queries at a time share the loads of a key.
 template <class T>
-void backward_head(const T* q, const T* dout, const T* out, const float* lse, const float* const* k,
-                   const float* const* v, int64_t n, int64_t base, int64_t group, int64_t d, int64_t q_token,
-                   int64_t q_head, int64_t o_token, int64_t lse_token, float scale, T* dq, float* dk, float* dv) {
+void backward_head(const T* q, const T* dout, const T* out, const float* lse, const float* const* k, const float* const* v,
+                   int64_t n, int64_t base, int64_t group, int64_t d, int64_t q_token, int64_t q_head, int64_t o_token,
+                   int64_t lse_token, float scale, T* dq, float* dk, float* dv) {
   const int64_t width = padded(d), keys = base + n, stride = keys + kBlock;
   constexpr int64_t kTile = 4;
   std::vector<float> buffer(size_t(kTile * (2 * stride + 3 * width) + width));
@@ -347,9 +343,9 @@ void backward_head(const T* q, const T* dout, const T* out, const float* lse, co
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> varlen_backward(const Tensor& dout_, const Tensor& q_, const Tensor& k_,
-                                                   const Tensor& v_, const Tensor& out_, const Tensor& lse_,
-                                                   const Tensor& cu_q_, const Tensor& cu_k_, double scale) {
+std::tuple<Tensor, Tensor, Tensor> varlen_backward(const Tensor& dout_, const Tensor& q_, const Tensor& k_, const Tensor& v_,
+                                                   const Tensor& out_, const Tensor& lse_, const Tensor& cu_q_,
+                                                   const Tensor& cu_k_, double scale) {
   Tensor q = with_unit_stride(q_), k = with_unit_stride(k_), v = with_unit_stride(v_);
   Tensor dout = dense(dout_), out = dense(out_), lse = dense(lse_);
   const std::vector<int64_t> cu_q = host_index(cu_q_, "cu_seqlens_q"), cu_k = host_index(cu_k_, "cu_seqlens_k");
@@ -384,8 +380,7 @@ std::tuple<Tensor, Tensor, Tensor> varlen_backward(const Tensor& dout_, const Te
         }
         const int64_t at = (q0 * heads + h * group) * d;
         backward_head(pq + q0 * qs + h * group * qh, pdo + at, po + at, pl + q0 * heads + h * group, rows.data(),
-                      rows.data() + keys, n, keys - n, group, d, qs, qh, heads * d, heads, float(scale), pdq + at,
-                      gk, gv);
+                      rows.data() + keys, n, keys - n, group, d, qs, qh, heads * d, heads, float(scale), pdq + at, gk, gv);
         for (int64_t j = 0; j < keys; ++j) {
           narrow(gk + j * width, d, pdk + ((k0 + j) * kv_heads + h) * d);
           narrow(gv + j * width, d, pdv + ((k0 + j) * kv_heads + h) * d);

@@ -44,15 +44,12 @@ void collectives_reduce_parts(const Tensor& parts, Tensor out) {
   STD_TORCH_CHECK(parts.dim() >= 1 && parts.size(0) >= 1 && parts.numel() == parts.size(0) * out.numel(),
                   "collectives_reduce_parts: parts must be [ranks, *out.shape]");
   dispatch(parts.scalar_type(), "collectives_reduce_parts: parts", [&](auto in) {
-    dispatch(out.scalar_type(), "collectives_reduce_parts: out", [&](auto to) {
-      reduce_parts(data<decltype(in)>(parts), data<decltype(to)>(out), parts.size(0), out.numel());
-    });
+    dispatch(out.scalar_type(), "collectives_reduce_parts: out",
+             [&](auto to) { reduce_parts(data<decltype(in)>(parts), data<decltype(to)>(out), parts.size(0), out.numel()); });
   });
 }
 
 }  // namespace
 }  // namespace rlk
 
-STABLE_TORCH_LIBRARY_IMPL(rlk, CPU, m) {
-  m.impl("collectives_reduce_parts", TORCH_BOX(&rlk::collectives_reduce_parts));
-}
+STABLE_TORCH_LIBRARY_IMPL(rlk, CPU, m) { m.impl("collectives_reduce_parts", TORCH_BOX(&rlk::collectives_reduce_parts)); }

@@ -8,8 +8,7 @@ inline int64_t index_at(const Tensor& t, int64_t i) {
   return t.scalar_type() == ScalarType::Long ? data<int64_t>(t)[i] : int64_t(data<int32_t>(t)[i]);
 }
 inline void check_index(const Tensor& t, const char* what) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Long || t.scalar_type() == ScalarType::Int, what,
-                  " must be int64 or int32");
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Long || t.scalar_type() == ScalarType::Int, what, " must be int64 or int32");
 }
 
 // x [T, h, D] with contiguous heads and any token stride, positions [T], cache [P, D] -> [T, h, D]

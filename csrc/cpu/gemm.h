@@ -63,8 +63,7 @@ constexpr int kMaxLevels = 8;  // 16 lanes x 8 segments = 128 leaves
 
 // One tile of MR x 16 outputs. `a` points at A(m0, 0); `panel` is packed in the order of traversal, 16 columns a row.
 template <int MR>
-inline void tile(const float* a, int64_t stride_m, int64_t stride_r, const float* panel, const Order& order,
-                 float* out) {
+inline void tile(const float* a, int64_t stride_m, int64_t stride_r, const float* panel, const Order& order, float* out) {
   alignas(32) float stack[kMaxLevels][MR * kTileN];
   const int leaves = order.leaves();
   int run = 0;
@@ -108,8 +107,8 @@ inline void tile(const float* a, int64_t stride_m, int64_t stride_r, const float
   }
 }
 
-inline void any_tile(int rows, const float* a, int64_t stride_m, int64_t stride_r, const float* panel,
-                     const Order& order, float* out) {
+inline void any_tile(int rows, const float* a, int64_t stride_m, int64_t stride_r, const float* panel, const Order& order,
+                     float* out) {
   switch (rows) {
     case 6: return tile<6>(a, stride_m, stride_r, panel, order, out);
     case 5: return tile<5>(a, stride_m, stride_r, panel, order, out);

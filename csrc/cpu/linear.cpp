@@ -77,9 +77,7 @@ void few_rows(const X* x, const T* w, int64_t m, int64_t n, int64_t k, int64_t s
   });
 }
 
-ScalarType output_type(std::optional<ScalarType> asked, const Tensor& like) {
-  return asked.value_or(like.scalar_type());
-}
+ScalarType output_type(std::optional<ScalarType> asked, const Tensor& like) { return asked.value_or(like.scalar_type()); }
 
 // x [M, K], weight [N, K] -> [M, N]
 Tensor linear_forward(const Tensor& x_, const Tensor& weight_, int64_t segments, std::optional<ScalarType> out_dtype) {
@@ -125,7 +123,6 @@ void pack_columns(const T* b, int64_t n, const Order& order, int64_t n0, int col
   }
 }
 
-
 void gemm_columns(const float* a, int64_t stride_m, int64_t stride_r, int64_t stride_tile, int64_t m, const Tensor& b,
                   const Order& order, const Tensor& out) {
   const int64_t n = b.size(1);
@@ -148,10 +145,9 @@ Tensor linear_dgrad(const Tensor& dy_, const Tensor& weight_, int64_t segments, 
   Tensor dy = dense(dy_), weight = dense(weight_);
   const int64_t m = dy.size(0), n = dy.size(1), k = weight.size(1);
   STD_TORCH_CHECK(weight.size(0) == n, "linear: dY has N=", n, " and weight has N=", weight.size(0));
-  STD_TORCH_CHECK(segments >= 1 && segments <= 8 && (segments & (segments - 1)) == 0 && parts >= 1 &&
-                      n % (segments * parts) == 0,
-                  "linear: grad_segments=", segments, " must be 1, 2, 4 or 8, and times parts=", parts,
-                  " divide N=", n);
+  STD_TORCH_CHECK(
+      segments >= 1 && segments <= 8 && (segments & (segments - 1)) == 0 && parts >= 1 && n % (segments * parts) == 0,
+      "linear: grad_segments=", segments, " must be 1, 2, 4 or 8, and times parts=", parts, " divide N=", n);
   Tensor dx = torch::stable::new_empty(dy, {m, k}, output_type(out_dtype, dy));
   Tensor keep;
   gemm_columns(as_fp32(dy, &keep), n, 1, 0, m, weight, ascending_order(n, segments, parts), dx);

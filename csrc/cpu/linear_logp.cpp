@@ -79,8 +79,8 @@ void logits_tile(const float* hidden, int rows, const float* panels, int64_t cou
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 template <class T>
-void leaf_stats_of(const Tensor& hidden, const Tensor& weight, const float* temperature, const int64_t* target,
-                   int64_t columns, float* stats, float* z_target) {
+void leaf_stats_of(const Tensor& hidden, const Tensor& weight, const float* temperature, const int64_t* target, int64_t columns,
+                   float* stats, float* z_target) {
   const int64_t tokens = hidden.size(0), leaves = (columns + kLeaf - 1) / kLeaf, plane = tokens * leaves;
   const int64_t groups = (tokens + kGroup - 1) / kGroup;
   const Lanes lanes(hidden.size(1));
@@ -98,8 +98,8 @@ void leaf_stats_of(const Tensor& hidden, const Tensor& weight, const float* temp
       const int64_t used = (count + kTileN - 1) / kTileN;
       if (present != leaf) {
         for (int64_t p = 0; p < used; ++p) {
-          pack_lanes<kTileN>(w + (first + p * kTileN) * lanes.width, std::min<int64_t>(kTileN, count - p * kTileN),
-                             lanes, panels.data() + p * kTileN * lanes.padded());
+          pack_lanes<kTileN>(w + (first + p * kTileN) * lanes.width, std::min<int64_t>(kTileN, count - p * kTileN), lanes,
+                             panels.data() + p * kTileN * lanes.padded());
         }
         present = leaf;
       }
@@ -139,8 +139,8 @@ void accumulate_tile(const float* a, int64_t stride_m, int64_t stride_r, const f
   for (int i = 0; i < MR; ++i) store8(c + i * ldc, acc[i][0]), store8(c + i * ldc + 8, acc[i][1]);
 }
 
-void accumulate(int rows, const float* a, int64_t stride_m, int64_t stride_r, const float* panel, int64_t count,
-                float* c, int64_t ldc) {
+void accumulate(int rows, const float* a, int64_t stride_m, int64_t stride_r, const float* panel, int64_t count, float* c,
+                int64_t ldc) {
   switch (rows) {
     case 6: return accumulate_tile<6>(a, stride_m, stride_r, panel, count, c, ldc);
     case 5: return accumulate_tile<5>(a, stride_m, stride_r, panel, count, c, ldc);
@@ -199,8 +199,8 @@ struct Backward {
           const int rows = int(std::min<int64_t>(kTileM, t_end - t0));
           logits_tile(hidden_lanes + t0 * lanes.padded(), rows, weight_lanes, panels, lanes, x, kColumns);
           for (int64_t t = t0; t < t0 + rows; ++t) {
-            grad_row<T>(x + (t - t0) * kColumns, count, row_grad(temperature, state, grads, tokens, t),
-                        target[t] - first, dlogits + t * stride_d);
+            grad_row<T>(x + (t - t0) * kColumns, count, row_grad(temperature, state, grads, tokens, t), target[t] - first,
+                        dlogits + t * stride_d);
           }
         }
         if (!dh) continue;
@@ -227,8 +227,8 @@ struct Backward {
         for (int64_t t0 = 0; t0 < tokens; t0 += kSteps) {
           for (int64_t v = v_begin; v < v_end; v += kTileM) {
             accumulate(int(std::min<int64_t>(kTileM, v_end - v)), dlogits + t0 * stride_d + v, 1, stride_d,
-                       hidden_panels + k * tokens + t0 * kTileN, std::min(kSteps, tokens - t0),
-                       c + (v - v_begin) * kTileN, kTileN);
+                       hidden_panels + k * tokens + t0 * kTileN, std::min(kSteps, tokens - t0), c + (v - v_begin) * kTileN,
+                       kTileN);
           }
         }
         const int64_t n = std::min<int64_t>(kTileN, width - k);
@@ -319,17 +319,17 @@ void check(const Tensor& hidden, const Tensor& weight) {
 }
 
 // hidden [T, H], weight [V, H], temperature [T], targets [T] -> stats [3, T, L], z_target [T]
-void linear_logp_leaf_stats(const Tensor& hidden, const Tensor& weight, const Tensor& temperature,
-                            const Tensor& targets, int64_t columns, Tensor stats, Tensor z_target) {
+void linear_logp_leaf_stats(const Tensor& hidden, const Tensor& weight, const Tensor& temperature, const Tensor& targets,
+                            int64_t columns, Tensor stats, Tensor z_target) {
   check(hidden, weight);
   STD_TORCH_CHECK(columns >= 0 && columns <= weight.size(0), "linear_logp: columns=", columns, " of ", weight.size(0));
-  STD_TORCH_CHECK(stats.numel() == 3 * hidden.size(0) * ((columns + kLeaf - 1) / kLeaf) &&
-                      z_target.numel() == hidden.size(0) && temperature.numel() == hidden.size(0) &&
-                      targets.numel() == hidden.size(0) && temperature.is_contiguous() && targets.is_contiguous(),
+  STD_TORCH_CHECK(stats.numel() == 3 * hidden.size(0) * ((columns + kLeaf - 1) / kLeaf) && z_target.numel() == hidden.size(0) &&
+                      temperature.numel() == hidden.size(0) && targets.numel() == hidden.size(0) &&
+                      temperature.is_contiguous() && targets.is_contiguous(),
                   "linear_logp: an argument has the wrong size");
   dispatch(hidden.scalar_type(), "linear_logp", [&](auto type) {
-    leaf_stats_of<decltype(type)>(hidden, weight, data<float>(temperature), data<int64_t>(targets), columns,
-                                  data<float>(stats), data<float>(z_target));
+    leaf_stats_of<decltype(type)>(hidden, weight, data<float>(temperature), data<int64_t>(targets), columns, data<float>(stats),
+                                  data<float>(z_target));
   });
 }
 
@@ -349,15 +349,28 @@ void linear_logp_backward(const Tensor& hidden, const Tensor& weight, const Tens
                       targets.numel() == tokens && state.is_contiguous() && grads.is_contiguous() &&
                       temperature.is_contiguous() && targets.is_contiguous(),
                   "linear_logp: an argument has the wrong size");
-  STD_TORCH_CHECK((dh.numel() == 0 || dh.numel() == tokens * width) &&
-                      (dw.numel() == 0 || dw.numel() == weight.numel()),
+  STD_TORCH_CHECK((dh.numel() == 0 || dh.numel() == tokens * width) && (dw.numel() == 0 || dw.numel() == weight.numel()),
                   "linear_logp: a gradient has the wrong size");
   if (tokens == 0 || width == 0) return;
   dispatch(hidden.scalar_type(), "linear_logp", [&](auto type) {
     using T = decltype(type);
-    Backward<T> work{tokens, width, round_up(width, kTileN), 0, 0, Lanes(width), data<T>(hidden), data<T>(weight),
-                     data<float>(temperature), data<float>(state), data<float>(grads), data<int64_t>(targets), nullptr,
-                     nullptr, nullptr, nullptr, nullptr};
+    Backward<T> work{tokens,
+                     width,
+                     round_up(width, kTileN),
+                     0,
+                     0,
+                     Lanes(width),
+                     data<T>(hidden),
+                     data<T>(weight),
+                     data<float>(temperature),
+                     data<float>(state),
+                     data<float>(grads),
+                     data<int64_t>(targets),
+                     nullptr,
+                     nullptr,
+                     nullptr,
+                     nullptr,
+                     nullptr};
     T* to = dw.numel() ? data<T>(dw) : nullptr;
     backward_of<T>(hidden, weight, work, range, count, dh.numel() ? data<float>(dh) : nullptr, to);
     if (to) {

@@ -82,8 +82,8 @@ void logp_tree_nodes(const Tensor& stats, const Tensor& m, const Tensor& ranges,
   const int64_t rows = stats.size(1), leaves = stats.size(2), count = ranges.size(0);
   check_rows("logp_tree_nodes", stats, 3 * rows * leaves);
   check_rows("logp_tree_nodes", m, rows);
-  STD_TORCH_CHECK(nodes.size(0) >= count && nodes.is_contiguous(), "logp_tree_nodes: ", nodes.size(0), " slots for ",
-                  count, " subtrees");
+  STD_TORCH_CHECK(nodes.size(0) >= count && nodes.is_contiguous(), "logp_tree_nodes: ", nodes.size(0), " slots for ", count,
+                  " subtrees");
   const float *s = data<float>(stats), *maximum = data<float>(m);
   const int64_t* range = data<int64_t>(ranges);
   for (int64_t n = 0; n < count; ++n) {

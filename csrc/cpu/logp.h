@@ -83,8 +83,7 @@ RLK_INLINE void grad_row(const float* x, int64_t count, const RowGrad& row, int6
 
 // Row of `state` (m, log l, entropy) and `grads` (g_logp, g_lse, g_ent), both [3, rows].
 RLK_INLINE RowGrad row_grad(const float* temperature, const float* state, const float* grads, int64_t rows, int64_t r) {
-  return {temperature[r], state[r],        state[rows + r],        state[2 * rows + r],
-          grads[r],       grads[rows + r], grads[2 * rows + r]};
+  return {temperature[r], state[r], state[rows + r], state[2 * rows + r], grads[r], grads[rows + r], grads[2 * rows + r]};
 }
 
 }  // namespace rlk

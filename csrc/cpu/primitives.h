@@ -48,7 +48,9 @@ RLK_INLINE T from_float(float x) {
 }
 // x rounded to T and read back as fp32.
 template <class T>
-RLK_INLINE float round_to(float x) { return to_float(from_float<T>(x)); }
+RLK_INLINE float round_to(float x) {
+  return to_float(from_float<T>(x));
+}
 
 // ---- eight fp32 lanes -----------------------------------------------------------------------------------------------
 struct V8 {
@@ -103,7 +105,9 @@ RLK_INLINE void store8(bf16* p, V8 x, int n) {
 
 // load8 and store8 with a cheap path for whole vectors.
 template <class T>
-RLK_INLINE V8 read(const T* p, int lanes) { return lanes == 8 ? load8(p) : load8(p, lanes); }
+RLK_INLINE V8 read(const T* p, int lanes) {
+  return lanes == 8 ? load8(p) : load8(p, lanes);
+}
 template <class T>
 RLK_INLINE void write(T* p, V8 x, int lanes) {
   if (lanes == 8) {
@@ -301,7 +305,9 @@ inline void parallel_for(int64_t n, double cost, const F& f) {
 
 // ---- tensors --------------------------------------------------------------------------------------------------------
 template <class T>
-inline T* data(const Tensor& t) { return static_cast<T*>(t.data_ptr()); }
+inline T* data(const Tensor& t) {
+  return static_cast<T*>(t.data_ptr());
+}
 
 inline Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 

@@ -16,8 +16,8 @@ RLK_INLINE void columns(int64_t n, const F& f) {
   if (i < n) f(i, int(n - i));
 }
 template <class T, class W>
-void forward_rows(const T* x, const T* residual, const W* weight, float eps, int64_t h, T* y, T* z, float* rstd,
-                  int64_t begin, int64_t end) {
+void forward_rows(const T* x, const T* residual, const W* weight, float eps, int64_t h, T* y, T* z, float* rstd, int64_t begin,
+                  int64_t end) {
   const float width = float(h);
   for (int64_t t = begin; t < end; ++t) {
     const T* row = x + t * h;
@@ -49,9 +49,8 @@ std::tuple<Tensor, Tensor, Tensor> rms_norm_forward(const Tensor& x_, const Tens
       const W* pw = data<W>(weight);
       T *py = data<T>(y), *pz = data<T>(z);
       float* ps = data<float>(rstd);
-      parallel_for(t, double(h), [=](int64_t begin, int64_t end) {
-        forward_rows(px, pr, pw, float(eps), h, py, pz, ps, begin, end);
-      });
+      parallel_for(t, double(h),
+                   [=](int64_t begin, int64_t end) { forward_rows(px, pr, pw, float(eps), h, py, pz, ps, begin, end); });
     });
   });
   return {y, z, rstd};

@@ -29,8 +29,8 @@ int element_size(const Tensor& tensor, const char* name) {
 // One call of a group: mode as in exchange.h. chunk 0 means the path of small payloads. buffers: addresses of the
 // symmetric buffers in rank order, int64 on the host; steps: [lanes of the buffer] int64, this rank's own.
 // layout: (mailbox_offset, mailbox_items, slots_offset, slot_bytes, result_offset), int64 on the host.
-void exchange_op(Tensor x, Tensor out, Tensor steps, Tensor buffers, Tensor layout, int64_t rank, int64_t mode,
-                 int64_t lanes, int64_t chunk, int64_t threads, int64_t timeout_s) {
+void exchange_op(Tensor x, Tensor out, Tensor steps, Tensor buffers, Tensor layout, int64_t rank, int64_t mode, int64_t lanes,
+                 int64_t chunk, int64_t threads, int64_t timeout_s) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   Exchange task;
   task.ranks = static_cast<int>(buffers.numel());
@@ -62,8 +62,8 @@ void exchange_op(Tensor x, Tensor out, Tensor steps, Tensor buffers, Tensor layo
   STD_TORCH_CHECK(numel > 0, "x is empty");
   int64_t elements = numel;  // of a slice
   if (mode == kAllGather) {
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Byte && out.scalar_type() == ScalarType::Byte &&
-                        x.is_contiguous() && out.is_contiguous() && out.numel() == ranks * numel,
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Byte && out.scalar_type() == ScalarType::Byte && x.is_contiguous() &&
+                        out.is_contiguous() && out.numel() == ranks * numel,
                     "all_gather moves bytes: out must be [ranks, *x.shape]");
     task.x_size = task.out_size = 1;
   } else {
@@ -109,8 +109,8 @@ STABLE_TORCH_LIBRARY_IMPL(rlk, CUDA, m) { m.impl("peer_exchange", TORCH_BOX(&exc
 
 #if defined(USE_ROCM)  // with CUDA, csrc/sm90 defines the module
 extern "C" PyMODINIT_FUNC PyInit__C_gpu(void) {
-  static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C_gpu", nullptr, -1,      nullptr,
-                                      nullptr,               nullptr,   nullptr, nullptr};
+  static struct PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C_gpu", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }
 #endif

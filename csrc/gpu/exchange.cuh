@@ -315,8 +315,7 @@ __device__ __forceinline__ void store_item(char* to, uint64_t value, int64_t byt
   } else if (bytes == 4 && aligned(to, 4)) {
     *reinterpret_cast<uint32_t*>(to) = static_cast<uint32_t>(value);
   } else {
-    store_bytes(to, {{static_cast<uint32_t>(value), static_cast<uint32_t>(value >> 32)}},
-                static_cast<int>(least(bytes, 8)));
+    store_bytes(to, {{static_cast<uint32_t>(value), static_cast<uint32_t>(value >> 32)}}, static_cast<int>(least(bytes, 8)));
   }
 }
 
@@ -359,9 +358,8 @@ __global__ void __launch_bounds__(512) exchange_small_kernel(const RLK_GRID_CONS
     const int64_t at = (first + i) * int64_t{8}, bytes = task.chunk - at;
     if (task.mode == kAllGather) {
       for (int source = 0; source < task.ranks; ++source) {
-        const uint64_t value = source == task.rank
-                                   ? load_item(own + at, bytes)
-                                   : receive_item(task, mail_of(task, task.rank, lane, step, source) + i, tag);
+        const uint64_t value = source == task.rank ? load_item(own + at, bytes)
+                                                   : receive_item(task, mail_of(task, task.rank, lane, step, source) + i, tag);
         store_item(out + source * task.chunk + at, value, bytes);
       }
       continue;

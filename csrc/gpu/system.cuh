@@ -79,15 +79,11 @@ __device__ __forceinline__ Wide load_peer(const void* address) {
 }
 // Each half arrives as a whole: eight bytes are one access.
 __device__ __forceinline__ void send(Pair* address, Pair value) {
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(value.low), "l"(value.high)
-               : "memory");
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(value.low), "l"(value.high) : "memory");
 }
 __device__ __forceinline__ Pair receive(const Pair* address) {
   Pair value;
-  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
-               : "=l"(value.low), "=l"(value.high)
-               : "l"(address)
-               : "memory");
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.low), "=l"(value.high) : "l"(address) : "memory");
   return value;
 }
 __device__ __forceinline__ uint64_t now_ns() {

@@ -8,9 +8,9 @@
 namespace rlk::sm90 {
 namespace {
 
-void prepare_op(Tensor hidden, Tensor targets, Maybe temperatures, int64_t ignore, double absent, Tensor active,
-                Tensor order, Tensor picked_targets, Tensor place, Maybe picked_temperatures, Tensor target_logit,
-                Tensor picked, Tensor out) {
+void prepare_op(Tensor hidden, Tensor targets, Maybe temperatures, int64_t ignore, double absent, Tensor active, Tensor order,
+                Tensor picked_targets, Tensor place, Maybe picked_temperatures, Tensor target_logit, Tensor picked,
+                Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
   Prepare task;
   task.hidden = matrix(hidden, "hidden");
@@ -42,19 +42,19 @@ void statistics_op(Tensor hidden, Tensor weight, Tensor targets, Maybe temperatu
   const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
   const int64_t tokens = hidden.size(0);
   STD_TORCH_CHECK(!kept.has_value() || (kept->dim() == 2 && kept->size(0) == tokens &&
-                      (kept->size(1) == columns ||
-                       (kept->size(1) < columns && kept->size(1) % 256 == 0 && hidden.size(1) > 256))),
+                                        (kept->size(1) == columns ||
+                                         (kept->size(1) < columns && kept->size(1) % 256 == 0 && hidden.size(1) > 256))),
                   "kept must be [T, columns], or hold whole tiles of 256 of the first ones (H above 256)");
   Rows rows = rows_of(targets, temperatures, start, columns, tokens);
   leaves_of(rows, stats, tokens);
   active_of(rows, active, skipped);
   rows.target_logit = floats(target_logit, "target_logit");
-  statistics(matrix(hidden, "hidden"), matrix(weight, "weight"), rows,
-             kept.has_value() ? matrix(*kept, "kept") : Matrix{}, counter_of(counter), stream_of(hidden));
+  statistics(matrix(hidden, "hidden"), matrix(weight, "weight"), rows, kept.has_value() ? matrix(*kept, "kept") : Matrix{},
+             counter_of(counter), stream_of(hidden));
 }
 
-void gradient_op(Tensor kept, Tensor stats, Tensor targets, Maybe temperatures, int64_t start, Tensor results,
-                 Maybe grad_logp, Maybe grad_lse, Maybe grad_entropy, Tensor order, Maybe active, int64_t skipped) {
+void gradient_op(Tensor kept, Tensor stats, Tensor targets, Maybe temperatures, int64_t start, Tensor results, Maybe grad_logp,
+                 Maybe grad_lse, Maybe grad_entropy, Tensor order, Maybe active, int64_t skipped) {
   const torch::stable::accelerator::DeviceGuard guard(kept.get_device_index());
   const int64_t tokens = kept.size(0);
   Rows rows = rows_of(targets, temperatures, start, kept.size(1), tokens);
@@ -71,12 +71,11 @@ void place_op(Tensor values, Tensor place, Tensor out) {
   STD_TORCH_CHECK(out.dim() == 2 && out.size(1) % 8 == 0 && values.dim() == 2 && values.size(1) == out.size(1) &&
                       place.numel() == out.size(0) && out.is_contiguous(),
                   "out must be [T, H] with H a multiple of 8, like values");
-  place_rows(floats(values, "values"), data<int>(place, "place", ScalarType::Int), matrix(out, "out"),
-             stream_of(values));
+  place_rows(floats(values, "values"), data<int>(place, "place", ScalarType::Int), matrix(out, "out"), stream_of(values));
 }
 
-void backward_op(Tensor dlogits, Tensor weight, Tensor hidden, Tensor counter, int64_t first_column, int64_t columns,
-                 Maybe dh, Maybe order, Maybe dw, Maybe dw_init, Maybe active, int64_t skipped) {
+void backward_op(Tensor dlogits, Tensor weight, Tensor hidden, Tensor counter, int64_t first_column, int64_t columns, Maybe dh,
+                 Maybe order, Maybe dw, Maybe dw_init, Maybe active, int64_t skipped) {
   const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
   Backward task;
   task.dlogits = matrix(dlogits, "dlogits");
@@ -90,7 +89,7 @@ void backward_op(Tensor dlogits, Tensor weight, Tensor hidden, Tensor counter, i
   task.dh = floats(dh, "dh");
   task.order = data<int>(order, "order", ScalarType::Int);
   STD_TORCH_CHECK(!dh.has_value() || (order.has_value() &&
-                      order->numel() >= (hidden.size(0) + 255) / 256 * ((hidden.size(1) + 255) / 256) * 4),
+                                      order->numel() >= (hidden.size(0) + 255) / 256 * ((hidden.size(1) + 255) / 256) * 4),
                   "order must hold 4 zeros for each 256 x 256 of dh");
   if (dw.has_value()) {
     const bool wide = dw->scalar_type() == ScalarType::Float;
@@ -120,16 +119,16 @@ void nodes_op(Tensor stats, Tensor m, Tensor ranges, Tensor nodes) {
   leaves_of(rows, stats, stats.size(1));
   const int count = static_cast<int>(ranges.size(0));
   STD_TORCH_CHECK(nodes.size(0) >= count, "nodes must have a slot for each range");
-  tree_nodes(rows, floats(m, "m"), data<int>(ranges, "ranges", ScalarType::Int), count, floats(nodes, "nodes"),
-             stats.size(1), stream_of(stats));
+  tree_nodes(rows, floats(m, "m"), data<int>(ranges, "ranges", ScalarType::Int), count, floats(nodes, "nodes"), stats.size(1),
+             stream_of(stats));
 }
 
 void finish_op(Tensor nodes, Tensor merges, int64_t root, Tensor m, Tensor target_logit, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(nodes.get_device_index());
   const int count = static_cast<int>(merges.size(0));
-  finish(floats(nodes, "nodes"), static_cast<int>(nodes.size(0)) - count, data<int>(merges, "merges", ScalarType::Int),
-         count, static_cast<int>(root), floats(m, "m"), floats(target_logit, "target_logit"), floats(out, "out"),
-         nodes.size(2), stream_of(nodes));
+  finish(floats(nodes, "nodes"), static_cast<int>(nodes.size(0)) - count, data<int>(merges, "merges", ScalarType::Int), count,
+         static_cast<int>(root), floats(m, "m"), floats(target_logit, "target_logit"), floats(out, "out"), nodes.size(2),
+         stream_of(nodes));
 }
 
 void logits_op(Tensor logits, Maybe targets, Maybe temperatures, int64_t columns, Tensor stats, Maybe target_logit) {
@@ -146,12 +145,12 @@ void few_rows_op(Tensor x, Tensor w, int64_t segments, int64_t rows, int64_t per
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const bool wide = out.scalar_type() == ScalarType::Float;
   void* to = wide ? static_cast<void*>(floats(out, "out")) : data<void>(out, "out", ScalarType::BFloat16);
-  STD_TORCH_CHECK(x.size(0) <= 64 && x.size(1) == w.size(1) && out.size(0) == x.size(0) && out.size(1) == w.size(0) &&
-                      w.size(0) % 8 == 0,
-                  "few_rows: x [M, K] with M up to 64, w [N, K], out [M, N], N a multiple of 8");
-  STD_TORCH_CHECK((segments == 1 || segments == 2 || segments == 4 || segments == 8) && x.size(1) > 0 &&
-                      x.size(1) % (segments * 256) == 0,
-                  "few_rows: 1, 2, 4 or 8 segments, each a multiple of 256");
+  STD_TORCH_CHECK(
+      x.size(0) <= 64 && x.size(1) == w.size(1) && out.size(0) == x.size(0) && out.size(1) == w.size(0) && w.size(0) % 8 == 0,
+      "few_rows: x [M, K] with M up to 64, w [N, K], out [M, N], N a multiple of 8");
+  STD_TORCH_CHECK(
+      (segments == 1 || segments == 2 || segments == 4 || segments == 8) && x.size(1) > 0 && x.size(1) % (segments * 256) == 0,
+      "few_rows: 1, 2, 4 or 8 segments, each a multiple of 256");
   STD_TORCH_CHECK((rows == 32 || (rows == 64 && segments == 1)) && (per_processor == 1 || per_processor == 2),
                   "few_rows: 32 rows of w a tile (64 for one segment too), 1 or 2 blocks a processor");
   few_rows(matrix(x, "x"), matrix(w, "w"), static_cast<int>(segments), to, wide,
@@ -166,9 +165,10 @@ void library_op(Tensor x, Tensor w, int64_t id, int64_t tile, int64_t swizzle, i
                       out.size(1) == w.size(0) && out.numel() > 0 && x.size(1) > 0,
                   "library: x [M, K], w [N, K], out [M, N], none of them empty");
   const auto value = [](int64_t attribute) { return static_cast<uint32_t>(attribute); };
-  library_product(matrix(x, "x"), matrix(w, "w"), to,
-                  {static_cast<int>(id), value(tile), value(swizzle), value(custom), value(stages), value(inner), value(cluster)},
-                  static_cast<int>(x.get_device_index()), stream_of(x));
+  library_product(
+      matrix(x, "x"), matrix(w, "w"), to,
+      {static_cast<int>(id), value(tile), value(swizzle), value(custom), value(stages), value(inner), value(cluster)},
+      static_cast<int>(x.get_device_index()), stream_of(x));
 }
 
 void segments_op(Tensor a, Tensor b, bool transposed, int64_t count, int64_t parts, Tensor out) {
@@ -176,9 +176,9 @@ void segments_op(Tensor a, Tensor b, bool transposed, int64_t count, int64_t par
   const bool wide = out.scalar_type() == ScalarType::Float;
   void* to = wide ? static_cast<void*>(floats(out, "out")) : data<void>(out, "out", ScalarType::BFloat16);
   const int64_t depth = b.size(transposed ? 0 : 1), columns = b.size(transposed ? 1 : 0);
-  STD_TORCH_CHECK(a.size(1) == depth && out.dim() == 2 && out.size(0) == a.size(0) && out.size(1) == columns &&
-                      columns % 8 == 0,
-                  "segments: a [M, K], b [N, K] or transposed [K, N], out [M, N], N a multiple of 8");
+  STD_TORCH_CHECK(
+      a.size(1) == depth && out.dim() == 2 && out.size(0) == a.size(0) && out.size(1) == columns && columns % 8 == 0,
+      "segments: a [M, K], b [N, K] or transposed [K, N], out [M, N], N a multiple of 8");
   STD_TORCH_CHECK((count == 2 || count == 4 || count == 8) && parts >= 1 && depth > 0 && depth % (count * parts * 64) == 0,
                   "segments: 2, 4 or 8 segments, whose slice of each part is a multiple of 64");
   segments(matrix(a, "a"), matrix(b, "b"), transposed, static_cast<int>(count), static_cast<int>(parts), to, wide,
@@ -217,8 +217,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(rlk, m) {
       "sm90_merge(Tensor stats, Tensor target_logit, Tensor? active, int skipped, Tensor? order, Tensor(a!) out)"
       " -> ()");
   m.def("sm90_tree_nodes(Tensor stats, Tensor m, Tensor ranges, Tensor(a!) nodes) -> ()");
-  m.def(
-      "sm90_finish(Tensor(a!) nodes, Tensor merges, int root, Tensor m, Tensor target_logit, Tensor(b!) out) -> ()");
+  m.def("sm90_finish(Tensor(a!) nodes, Tensor merges, int root, Tensor m, Tensor target_logit, Tensor(b!) out) -> ()");
   m.def(
       "sm90_logits_statistics(Tensor logits, Tensor? targets, Tensor? temperatures, int columns, Tensor(a!) stats,"
       " Tensor(b!)? target_logit) -> ()");
@@ -254,7 +253,7 @@ STABLE_TORCH_LIBRARY_IMPL(rlk, CUDA, m) {
 
 // An empty module: importing rl_kernel._C_gpu loads the library, which registers the operators above.
 extern "C" PyMODINIT_FUNC PyInit__C_gpu(void) {
-  static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C_gpu", nullptr, -1,      nullptr,
-                                      nullptr,               nullptr,   nullptr, nullptr};
+  static struct PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C_gpu", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

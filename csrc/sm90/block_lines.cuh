@@ -5,8 +5,8 @@
 namespace rlk::sm90 {
 
 // Outputs of one warp, 16 tokens x 256 values of the hidden size, 32 values at a time: a thread has pairs of values, a line of
-// memory is 32 of them. They turn in the warp's own shared memory (twice 2 KiB, 128 bytes a token), where chunks of 16 bytes lie
-// such that neither way meets a bank twice.
+// memory is 32 of them. They turn in the warp's own shared memory (twice 2 KiB, 128 bytes a token), where chunks of 16 bytes
+// lie such that neither way meets a bank twice.
 struct Lines {
   uint32_t address;
   int lane, rows, values;  // of the tokens from lane / 8 on, of the values from 4 (lane % 8) on: how many there are
@@ -36,7 +36,8 @@ struct Lines {
     return x;
   }
   __device__ __forceinline__ bool inside(int part, int i) const { return 4 * i < rows && 32 * part < values; }
-  __device__ __forceinline__ float4* at(float* first, int part, int i) const {  // by asm: the compiler would make all of them first
+  __device__ __forceinline__ float4* at(float* first, int part,
+                                        int i) const {  // by asm: the compiler would make all of them first
     float4* to;
     asm volatile("mad.wide.u32 %0, %1, %2, %3;" : "=l"(to) : "r"(cols), "r"(i * 16), "l"(first + part * 32));
     return to;
@@ -88,9 +89,8 @@ struct Lines {
 
 // Waits for the blocks before, and says that this one is done. MayRound: the sums may be rounded.
 template <bool MayRound>
-__device__ __forceinline__ void store_block(
-    const float (&left)[64], const float (&right)[64], const Tile& tile, uint32_t rank, uint32_t memory, int group,
-    int thread) {
+__device__ __forceinline__ void store_block(const float (&left)[64], const float (&right)[64], const Tile& tile, uint32_t rank,
+                                            uint32_t memory, int group, int thread) {
   const int lane = lane_now();
   const Problem& problem = *tile.problem;
   int* order = problem.order + (tile.index * kCluster + static_cast<int>(rank)) * 2 + group;

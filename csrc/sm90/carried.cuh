@@ -30,11 +30,11 @@ struct Carried {
 };
 
 // The leaf of one block: statistics of the carried rows, with the bits of vocabulary_leaf. All eight consumer warps come here;
-// logits meet in the memory of their stagers, or where those would be, then each warp has four rows, a lane four adjacent columns.
-// A warp's rows lie in its own stager's memory: when it has read them it may stage again.
-__device__ __forceinline__ void carried_leaf(
-    const Carried& carried, int tile_n, uint32_t rank, int tiled, int rows, const Problem& problem, const Vocabulary& v,
-    uint32_t staging, int group, int thread) {
+// logits meet in the memory of their stagers, or where those would be, then each warp has four rows, a lane four adjacent
+// columns. A warp's rows lie in its own stager's memory: when it has read them it may stage again.
+__device__ __forceinline__ void carried_leaf(const Carried& carried, int tile_n, uint32_t rank, int tiled, int rows,
+                                             const Problem& problem, const Vocabulary& v, uint32_t staging, int group,
+                                             int thread) {
   const int lane = thread % 32, warp = group * 4 + thread / 32;
   const int first = tile_n + static_cast<int>(rank) * kLeaf, row = tiled + warp * 4;
   // Lane i of four knows row i's target and temperature.

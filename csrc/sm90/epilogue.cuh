@@ -4,8 +4,8 @@
 
 namespace rlk::sm90 {
 
-// Bf16 of one warp, Rows x 128, through the warp's own shared memory to global memory by the copy engine: two boxes of 64 columns
-// (128 bytes, swizzled as the map says). What lies outside of the map is not stored.
+// Bf16 of one warp, Rows x 128, through the warp's own shared memory to global memory by the copy engine: two boxes of 64
+// columns (128 bytes, swizzled as the map says). What lies outside of the map is not stored.
 template <int Rows>
 struct BulkStager {
   static constexpr int kRows = Rows, kBytes = Rows * kLeaf * 2;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void divide_rows(float (&acc)[64], const float (&divi
     smallest = fminf(smallest, fabsf(acc[i]));
   }
   const bool plain = largest < 0x1p60f && smallest > 0x1p-60f && fminf(divisor[0], divisor[1]) > 0x1p-30f &&
-      fmaxf(divisor[0], divisor[1]) < 0x1p30f;
+                     fmaxf(divisor[0], divisor[1]) < 0x1p30f;
   if (__all_sync(~0u, plain)) {
     const float inverse[2] = {__frcp_rn(divisor[0]), __frcp_rn(divisor[1])};
 #pragma unroll
@@ -106,10 +106,14 @@ struct Pairs {
 
   __device__ __forceinline__ Pairs(const Tile& tile, int half, int group, int thread)
       : row(tile.m + group * 64 + (thread / 32) * 16 + (thread % 32) / 4),
-        column(tile.n + half * kLeaf + (thread % 4) * 2), rows(tile.shape->rows), cols(tile.problem->cols) {}
+        column(tile.n + half * kLeaf + (thread % 4) * 2),
+        rows(tile.shape->rows),
+        cols(tile.problem->cols) {}
   __device__ __forceinline__ bool inside(int i) const { return row + (i % 2) * 8 < rows && column + (i / 2) * 8 < cols; }
   template <typename Float>
-  __device__ __forceinline__ Float* start(Float* values) const { return values + static_cast<int64_t>(row) * cols + column; }
+  __device__ __forceinline__ Float* start(Float* values) const {
+    return values + static_cast<int64_t>(row) * cols + column;
+  }
   __device__ __forceinline__ void load(float (&acc)[64], const float* from) const {
     const float* first[2] = {start(from), start(from) + 8 * static_cast<int64_t>(cols)};
 #pragma unroll
@@ -141,8 +145,8 @@ struct Pairs {
 };
 
 // 128 columns of a product to memory: bf16 by the copy engine, fp32 at once.
-__device__ __forceinline__ void store_half(
-    const float (&acc)[64], int half, const Tile& tile, const BulkStager<16>& stager, int group, int thread) {
+__device__ __forceinline__ void store_half(const float (&acc)[64], int half, const Tile& tile, const BulkStager<16>& stager,
+                                           int group, int thread) {
   const Problem& problem = *tile.problem;
   if (!__any_sync(~0u, problem.output == kBf16)) {
     Pairs(tile, half, group, thread).store(acc, problem.out_float, problem.output == kFloatAccumulate);

@@ -24,7 +24,8 @@ struct FewRows {
 };
 
 // Weights are read once a call: they leave the L2 first.
-__device__ __forceinline__ void load_once(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, uint64_t policy) {
+__device__ __forceinline__ void load_once(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y,
+                                          uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
@@ -174,8 +175,8 @@ __global__ void __launch_bounds__(kFewThreads) few_rows_kernel(const __grid_cons
             const float got = __shfl_xor_sync(~0u, give, 4);
             const int row = token + (odd ? 1 : 0), at = column - (odd ? 1 : 0) + 8 * h;
             if (row < task.rows && at < task.cols) {
-              *reinterpret_cast<__nv_bfloat162*>(
-                  static_cast<__nv_bfloat16*>(task.out) + static_cast<int64_t>(row) * task.cols + at) =
+              *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(task.out) + static_cast<int64_t>(row) * task.cols +
+                                                 at) =
                   odd ? __floats2bfloat162_rn(got, keep) : __floats2bfloat162_rn(keep, got);
             }
           }

@@ -23,16 +23,11 @@ Encode encoder() {
   return found;
 }
 
-// The driver asks for a context of the calling thread. One that has made no CUDA call yet has none, as autograd's may where
-// memory comes from torch's cache and this is its first operator; setting the device that is current anyway makes one.
-void need_context() {
-  static thread_local const bool there = [] {
-    int device = 0;
-    check(cudaGetDevice(&device), "current device");
-    check(cudaSetDevice(device), "context of this thread");
-    return true;
-  }();
-  static_cast<void>(there);
+// Setting the device that is current anyway gives the calling thread a context.
+void make_context() {
+  int device = 0;
+  check(cudaGetDevice(&device), "current device");
+  check(cudaSetDevice(device), "context of this thread");
 }
 
 }  // namespace
@@ -42,10 +37,19 @@ CUtensorMap tensor_map(const Matrix& matrix, int box_cols, int box_rows, int swi
   const cuuint64_t size[2] = {static_cast<cuuint64_t>(matrix.cols), static_cast<cuuint64_t>(matrix.rows)};
   const cuuint64_t stride[1] = {static_cast<cuuint64_t>(matrix.stride) * 2};
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_cols), static_cast<cuuint32_t>(box_rows)}, step[2] = {1, 1};
-  need_context();
-  const CUresult status = encoder()(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, matrix.data, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      swizzle == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUtensorMapSwizzle swizzled = swizzle == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  auto encode = [&] {
+    return encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, matrix.data, size, stride, box, step,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, swizzled, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult status = encode();
+  // The driver asks for a context of the calling thread. One that has made no CUDA call yet has none, as autograd's may where
+  // memory comes from torch's cache and this is its first operator. A context that the caller has made current stays.
+  if (status == CUDA_ERROR_INVALID_CONTEXT || status == CUDA_ERROR_NOT_INITIALIZED) {
+    make_context();
+    status = encode();
+  }
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error("no tensor map for a matrix of " + std::to_string(matrix.rows) + " x " +
                              std::to_string(matrix.cols) + ", row stride " + std::to_string(matrix.stride) +
@@ -146,7 +150,8 @@ bool rounds_directly(int64_t tokens, int64_t columns) {
 void backward(Backward task, int* counter, cudaStream_t stream) {
   const int64_t tokens = task.hidden.rows, width = task.hidden.cols, vocabulary_size = task.dlogits.cols;
   if (tokens == 0 || width == 0) return;
-  // Tiles of dw have tiles of k enough, or take a few of zeros as well because few rows take part. They store 16 bytes at a time.
+  // Tiles of dw have tiles of k enough, or take a few of zeros as well because few rows take part. They store 16 bytes at a
+  // time.
   const bool tall = task.dw == nullptr || (task.dw_init == nullptr && tokens > (kTallLeast - 1) * kTileK &&
                                            reinterpret_cast<uintptr_t>(task.dw) % 16 == 0);
   Params params{};
@@ -157,8 +162,9 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     Problem& problem = params.problem[params.problems++];
     problem.a = tensor_map(task.dlogits, kTileK, kTileM);
     problem.b = tensor_map(task.weight, 64, kTileK);
-    // As many as suit all tokens: where fewer take part, the kernel chooses a number up to that, or tokens as rows. Rows that are
-    // rounded on their way are always rows, and so are those beside tiles of dw that are not tall (few tokens, or chunks of them).
+    // As many as suit all tokens: where fewer take part, the kernel chooses a number up to that, or tokens as rows. Rows that
+    // are rounded on their way are always rows, and so are those beside tiles of dw that are not tall (few tokens, or chunks of
+    // them).
     const int columns = tokens_a_tile(static_cast<int>(tokens), kTileN);
     problem.most = task.rounded != nullptr || !tall ? 0 : columns > 0 ? columns : kTileN;
     if (problem.most > 0) {
@@ -205,7 +211,9 @@ void backward(Backward task, int* counter, cudaStream_t stream) {
     problem.output = task.dw_output;
     problem.out_float = static_cast<float*>(task.dw);
     problem.least = tall ? kTallLeast : 0;
-    if (problem.output == kBf16) params.stores = tensor_map({task.dw, vocabulary_size, width, width}, 64, tall ? kTallColumns : 16);
+    if (problem.output == kBf16) {
+      params.stores = tensor_map({task.dw, vocabulary_size, width, width}, 64, tall ? kTallColumns : 16);
+    }
   }
   if (task.kept != nullptr) {
     before_products(params, *task.kept, *task.upstream, task.table, clusters_of(params), stream);

@@ -90,7 +90,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         for (int kt = 0; kt < tile.k_tiles; ++kt) {
           const int k = tile.k_first + kt * kTileK;
           if (making && k >= gradients) {
-            gradients = rows ? await_gradients<true>(params.kept, kept, need, k) : await_gradients<false>(params.kept, kept, need, k);
+            gradients =
+                rows ? await_gradients<true>(params.kept, kept, need, k) : await_gradients<false>(params.kept, kept, need, k);
           }
           barrier_wait(empty + ring.stage * 8, ring.phase ^ 1);
           const uint32_t barrier = full + ring.stage * 8, a = base + ring.stage * kBytesStage, b = a + kBytesA;
@@ -190,11 +191,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     if constexpr (Tall) {
       if (!at.is(TileAt::kEnd)) {
         const Shape& shape = shapes[last];
-        // All of dH's stages are free before the first of these is filled. What they hold was read by copies and products alone,
-        // and the staging memory lies in them and, of the second warpgroup, in its own of dH.
+        // All of dH's stages are free before the first of these is filled. What they hold was read by copies and products
+        // alone, and the staging memory lies in them and, of the second warpgroup, in its own of dH.
         TallConsumer tall(base, tall_full, tall_empty, own, thread);
-        const TallOutgoing outgoing{
-            params.problem[last], &params.stores, base + kTallStages * kBytesTallStage + own * kBytesTallStaging, own, thread};
+        const TallOutgoing outgoing{params.problem[last], &params.stores,
+                                    base + kTallStages * kBytesTallStage + own * kBytesTallStaging, own, thread};
         multiply_all_tall(at, arrived(shape.tiles_k), __any_sync(~0u, shape.brief), tall, outgoing,
                           [&] { return tile_at.next<false>(phase); });
       }

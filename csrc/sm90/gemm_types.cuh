@@ -14,7 +14,8 @@ constexpr int kBytesStaging = 64 * kLeaf * 2;  // for one consumer warpgroup
 constexpr int kCarried = 32, kBytesCarried = kCarried * kTileK * 2;
 constexpr int kBytesBarriers = 256;
 constexpr int kBytesShared = kStages * kBytesStage + 2 * kBytesStaging + kBytesBarriers + 1024;
-static_assert(2 * kStages * 8 + 24 + 2 * kStages * 8 <= kBytesBarriers);  // of stages, of the broadcast of tiles, with the tile, of tall stages
+// Of the stages, of the broadcast of tiles with the tile, of the tall stages, which are fewer.
+static_assert(2 * kStages * 8 + 24 + 2 * kStages * 8 <= kBytesBarriers);
 
 constexpr int kBeyond = 1 << 30;  // a coordinate outside of every matrix
 constexpr int kLeastTokens = 160;  // in a tile with tokens as columns
@@ -52,58 +53,58 @@ struct Problem {
   int continues;            // kBlocks: the first block is added to out_float as well
   int least;                // tiles of k a tile has at least; those beyond K are zeros, which change no sum
   int* order;               // kBlocks: zeros, 4 for each tile of a cluster: blocks finished
-  int most, box;            // kBlocks: tokens a tile may have as columns, 0: always as rows; which of them the first block loads
-  __nv_bfloat16* rounded;   // kBlocks, tokens as rows: [.., N], or null: the last block is added to the others on its way there
-  const int64_t* row_of;    // kBlocks: which of its rows
+  int most, box;  // kBlocks: tokens a tile may have as columns, 0: always as rows; which of them the first block loads
+  __nv_bfloat16* rounded;  // kBlocks, tokens as rows: [.., N], or null: the last block is added to the others on its way there
+  const int64_t* row_of;  // kBlocks: which of its rows
 };
 
 struct Vocabulary {
-  int columns, leaves;    // local columns that are real vocabulary; leaves of the local shard
-  int keep;               // columns of which bf16 exp(z - leaf_max) is written: all, or whole tiles of the first ones
-  int64_t start;          // subtracted from targets
-  const int64_t* targets;                                // [M]
-  const float* temperatures;                             // [M], or null for 1
+  int columns, leaves;  // local columns that are real vocabulary; leaves of the local shard
+  int keep;  // columns of which bf16 exp(z - leaf_max) is written: all, or whole tiles of the first ones
+  int64_t start;  // subtracted from targets
+  const int64_t* targets;  // [M]
+  const float* temperatures;  // [M], or null for 1
   float *leaf_max, *leaf_sum, *leaf_mean, *target_logit;  // [M, leaves] and [M]
-  const float* table;                                    // [M, 8], RowGrad
+  const float* table;  // [M, 8], RowGrad
 };
 
 // Kept bf16 exp(z - leaf_max), to become gradients while tiles are multiplied (kept_gradient.cuh).
 struct Kept {
-  __nv_bfloat16* values;   // [rows, stride]: what problem[0] reads; null: gradients they are
+  __nv_bfloat16* values;  // [rows, stride]: what problem[0] reads; null: gradients they are
   int64_t stride;
-  const float* leaf_max;   // [rows, leaves], from the first leaf of the values on
+  const float* leaf_max;  // [rows, leaves], from the first leaf of the values on
   int leaves;
-  int64_t start;           // subtracted from targets
+  int64_t start;  // subtracted from targets
   const int64_t* targets;  // [rows]
-  const float* table;      // [rows, 8], RowGrad without gradients by entropy
-  int *next, *finished;    // jobs taken, jobs done
-  int* left;               // less the jobs that each unit lacks: 0 where its values are gradients
+  const float* table;  // [rows, 8], RowGrad without gradients by entropy
+  int *next, *finished;  // jobs taken, jobs done
+  int* left;  // less the jobs that each unit lacks: 0 where its values are gradients
 };
 
 struct Params {
   Problem problem[2];
   int problems;
   Vocabulary vocabulary;
-  const int* active;       // active rows, or null for all
-  int skipped;             // of them, rows in front of this problem's first one
-  int* counter;            // zero at launch
-  Kept kept;               // of kernels that store
-  CUtensorMap carried;     // logits: A of problem 0 in boxes of half the carried rows
+  const int* active;  // active rows, or null for all
+  int skipped;  // of them, rows in front of this problem's first one
+  int* counter;  // zero at launch
+  Kept kept;  // of kernels that store
+  CUtensorMap carried;  // logits: A of problem 0 in boxes of half the carried rows
   CUtensorMap whole, whole_carried;  // hidden states by row, as `a` or `b` and `carried` have them by slot
-  int whole_rows;          // read where so many rows are active, 0: never
-  CUtensorMap stores;      // bf16 output of logits or dW, in boxes of 64 columns and the rows that a warp stores at a time
+  int whole_rows;  // read where so many rows are active, 0: never
+  CUtensorMap stores;  // bf16 output of logits or dW, in boxes of 64 columns and the rows that a warp stores at a time
 };
 
 // Sizes of a problem, known when the kernel starts. Tiles are numbered over clusters.
 struct Shape {
-  int rows, store_rows;    // rows that count; rows to write (kGradient: up to whole tiles of k of the next product)
-  int pairs, odd;          // tiles of 256 rows; 1: 128 more, there a cluster computes 128 x 512, without sharing
+  int rows, store_rows;  // rows that count; rows to write (kGradient: up to whole tiles of k of the next product)
+  int pairs, odd;  // tiles of 256 rows; 1: 128 more, there a cluster computes 128 x 512, without sharing
   int tiles_n, tiles_k;
-  int filled;              // tiles of k that are not beyond K
-  int tokens;              // columns of a tile where tokens are columns, else 0; there `pairs` counts such tiles
-  bool whole;              // hidden states are read by row
-  bool brief;              // the last tile of k has zeros in its second half, and some in what is not zero of the first
-  int tiles, all_tiles;    // of one block of k, of all
+  int filled;  // tiles of k that are not beyond K
+  int tokens;  // columns of a tile where tokens are columns, else 0; there `pairs` counts such tiles
+  bool whole;  // hidden states are read by row
+  bool brief;  // the last tile of k has zeros in its second half, and some in what is not zero of the first
+  int tiles, all_tiles;  // of one block of k, of all
 
   // First: of problem[0], the only one with blocks of k.
   template <int Kind, bool First>
@@ -144,8 +145,8 @@ struct Tile {
   const Shape* shape;
   int m, n;
   int k_first, k_tiles;  // first k and number of k tiles
-  int block, index;      // kBlocks: block of k, and which tile of the cluster
-  bool shares;           // the blocks of the cluster have the columns of B in common
+  int block, index;  // kBlocks: block of k, and which tile of the cluster
+  bool shares;  // the blocks of the cluster have the columns of B in common
 
   // It is the last block of k of a sum that is rounded. A vote: the same for the whole warp, and known to be.
   __device__ __forceinline__ bool rounds() const {
@@ -208,8 +209,8 @@ struct TileAt {
   __device__ __forceinline__ int m() const { return row & ~(kTileM - 1); }
 };
 
-// Its place in the shared memory of each block, as addresses: the tile, and barriers. Initialised for one sender, and for as many
-// readers as all warps and threads that read.
+// Its place in the shared memory of each block, as addresses: the tile, and barriers. Initialised for one sender, and for as
+// many readers as all warps and threads that read.
 struct Broadcast {
   uint32_t at, full, empty;
 
@@ -254,8 +255,7 @@ struct Nothing {
 // `count` > 0 tiles of k of both halves of a tile, which are complete at the end. multiply(kt): starts the products of the
 // stage that the consumer's ring is at, for tile kt of k.
 template <int N, typename Consumer, typename Multiply>
-__device__ __forceinline__ void multiply_tiles(
-    float (&left)[N], float (&right)[N], int count, Consumer& c, Multiply multiply) {
+__device__ __forceinline__ void multiply_tiles(float (&left)[N], float (&right)[N], int count, Consumer& c, Multiply multiply) {
   int held = 0;
   pin(left);
   pin(right);

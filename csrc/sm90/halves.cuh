@@ -37,13 +37,13 @@ struct ConsumerOf {
 
   // stages: their memory
   __device__ __forceinline__ ConsumerOf(uint32_t stages, uint32_t full, uint32_t empty, int group, int thread)
-      : full(full), given_back(thread < kCluster * 32 && thread % 32 == 0 ? barrier_of(empty, thread / 32) : 0), first_a(descriptor_kept(descriptor(stages + group * (kBytesA / 2), 8192, 1024))),
+      : full(full),
+        given_back(thread < kCluster * 32 && thread % 32 == 0 ? barrier_of(empty, thread / 32) : 0),
+        first_a(descriptor_kept(descriptor(stages + group * (kBytesA / 2), 8192, 1024))),
         first_b(descriptor_kept(descriptor(stages + kBytesA, 8192, 1024))) {}
 
   __device__ __forceinline__ void wait(const Ring& at) const { barrier_wait(full + at.stage * 8, at.phase); }
-  __device__ __forceinline__ uint64_t a(const Ring& at) const {
-    return descriptor_behind(first_a, at.stage * kBytesStage);
-  }
+  __device__ __forceinline__ uint64_t a(const Ring& at) const { return descriptor_behind(first_a, at.stage * kBytesStage); }
   // half: 0 or 1; the rows of B of that half
   __device__ __forceinline__ uint64_t b(const Ring& at, int half) const {
     return descriptor_behind(first_b, at.stage * kBytesStage + half * (kBytesB / 2));
@@ -63,8 +63,8 @@ struct ConsumerOf {
 // touched these accumulators. LastSteps: steps of 16 k of the last tile. beside: starts more products of the same k.
 template <int Count, bool Arrived, int TransposeA, int TransposeB, int LastSteps = kTileK / 16, int Deep,
           typename Beside = Nothing>
-__device__ __forceinline__ void multiply_half(
-    float (&acc)[64], int half, bool continued, const ConsumerOf<Deep>& c, const Beside& beside = {}) {
+__device__ __forceinline__ void multiply_half(float (&acc)[64], int half, bool continued, const ConsumerOf<Deep>& c,
+                                              const Beside& beside = {}) {
   constexpr int kStepA = TransposeA ? 2048 : 32, kStepB = TransposeB ? 2048 : 32;  // bytes from one k16 to the next
   RingOf<Deep> at = c.ring;
   if constexpr (!Arrived) pin(acc);
@@ -76,8 +76,7 @@ __device__ __forceinline__ void multiply_half(
 #pragma unroll
     for (int k = 0; k < kTileK / 16; ++k) {
       if (i + 1 == Count && k >= LastSteps) break;
-      wgmma_64x128x16<TransposeA, TransposeB>(
-          acc, a + (k * kStepA >> 4), b + (k * kStepB >> 4), continued || i > 0 || k > 0);
+      wgmma_64x128x16<TransposeA, TransposeB>(acc, a + (k * kStepA >> 4), b + (k * kStepB >> 4), continued || i > 0 || k > 0);
       beside(at, k, continued || i > 0 || k > 0);
     }
   }
@@ -86,16 +85,16 @@ __device__ __forceinline__ void multiply_half(
 
 // The same for both halves and `count` > 0 tiles of k, which are complete at the end.
 template <int TransposeA, int TransposeB, int Deep, typename Beside = Nothing>
-__device__ __forceinline__ void multiply_both(
-    float (&left)[64], float (&right)[64], int count, bool continued, ConsumerOf<Deep>& c, const Beside& beside = {}) {
+__device__ __forceinline__ void multiply_both(float (&left)[64], float (&right)[64], int count, bool continued,
+                                              ConsumerOf<Deep>& c, const Beside& beside = {}) {
   constexpr int kStepA = TransposeA ? 2048 : 32, kStepB = TransposeB ? 2048 : 32;
   multiply_tiles(left, right, count, c, [&](int kt) {
     const uint64_t a = c.a(c.ring), b = c.b(c.ring, 0);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kTileK / 16; ++k) {
-      wgmma_64x256x16<TransposeA, TransposeB>(
-          left, right, a + (k * kStepA >> 4), b + (k * kStepB >> 4), continued || kt > 0 || k > 0);
+      wgmma_64x256x16<TransposeA, TransposeB>(left, right, a + (k * kStepA >> 4), b + (k * kStepB >> 4),
+                                              continued || kt > 0 || k > 0);
       beside(c.ring, k, continued || kt > 0 || k > 0);
     }
   });
@@ -113,8 +112,8 @@ __device__ __forceinline__ void choose(const Beside& beside, Run run) {
   }
 }
 
-// Tiles of k at the begin and (`End`) at the end of a tile whose halves are multiplied one after the other; with End 0 there are
-// none.
+// Tiles of k at the begin and (`End`) at the end of a tile whose halves are multiplied one after the other; with End 0 there
+// are none.
 constexpr int kBegin = 1;
 
 // The first tiles of k of a tile; `between` has the right half for itself while the tensor cores work on the left one,
@@ -124,9 +123,7 @@ template <int End, int TransposeA, int TransposeB, int Deep, typename Between, t
 __device__ __forceinline__ void begin_tile(float (&left)[64], float (&right)[64], ConsumerOf<Deep>& c, Between between,
                                            Meanwhile meanwhile, const Beside& beside = {}) {
   if constexpr (End > 0) {
-    choose(beside, [&](const auto& more) {
-      multiply_half<kBegin, false, TransposeA, TransposeB>(left, 0, false, c, more);
-    });
+    choose(beside, [&](const auto& more) { multiply_half<kBegin, false, TransposeA, TransposeB>(left, 0, false, c, more); });
     between();
     wgmma_wait<0>();
     pin(left);
@@ -147,8 +144,8 @@ __device__ __forceinline__ void begin_tile(float (&left)[64], float (&right)[64]
 // The rest of a tile of more than kBegin + End tiles of k. left_done(finish): the left half is complete, the tensor cores work
 // on the right one; it calls finish() at some point, after which the right half is complete, too.
 template <int End, int TransposeA, int TransposeB, int Deep, typename LeftDone, typename Beside = Nothing>
-__device__ __forceinline__ void end_tile(
-    float (&left)[64], float (&right)[64], int tiles_k, ConsumerOf<Deep>& c, LeftDone left_done, const Beside& beside = {}) {
+__device__ __forceinline__ void end_tile(float (&left)[64], float (&right)[64], int tiles_k, ConsumerOf<Deep>& c,
+                                         LeftDone left_done, const Beside& beside = {}) {
   choose(beside, [&](const auto& more) {
     multiply_both<TransposeA, TransposeB>(left, right, tiles_k - (End > 0 ? kBegin + End : 0), End > 0, c, more);
     renew(left);

@@ -10,9 +10,9 @@ namespace {
 constexpr int kThreadsBefore = 256, kWarpsBefore = kThreadsBefore / 32;
 
 // The first `others` blocks write the table of rows, zeros, and what units lack; the others make the first units.
-__global__ void __launch_bounds__(kThreadsBefore) before_products_kernel(
-    const __grid_constant__ Params params, const __grid_constant__ Rows rows, const __grid_constant__ Upstream upstream,
-    float* table, int clusters, unsigned others) {
+__global__ void __launch_bounds__(kThreadsBefore)
+    before_products_kernel(const __grid_constant__ Params params, const __grid_constant__ Rows rows,
+                           const __grid_constant__ Upstream upstream, float* table, int clusters, unsigned others) {
   __shared__ KeptShape shape;
   await_previous();
   const Kept& kept = params.kept;

@@ -59,7 +59,7 @@ struct KeptShape {
   // Jobs that make a unit.
   __device__ __forceinline__ int count(int group, int at) const {
     return (rows_of(group) + kJobRows - 1) / kJobRows *
-        ((min(columns - at * kUnitColumns, kUnitColumns) + kJobColumns - 1) / kJobColumns);
+           ((min(columns - at * kUnitColumns, kUnitColumns) + kJobColumns - 1) / kJobColumns);
   }
   __device__ __forceinline__ KeptJob job(int number) const {
     int group, at;
@@ -70,9 +70,7 @@ struct KeptShape {
     return {inside ? group * kUnitRows + slice * kJobRows : -1, column};
   }
   // Where Kept::left counts for a place.
-  __device__ __forceinline__ int unit_of(int row, int column) const {
-    return column / kUnitColumns * groups + row / kUnitRows;
-  }
+  __device__ __forceinline__ int unit_of(int row, int column) const { return column / kUnitColumns * groups + row / kUnitRows; }
 };
 
 // As gradients_of_chunk without entropy and target, a word at a time: eight values at once are too many registers here.
@@ -98,8 +96,8 @@ __device__ __forceinline__ void prefetch(const Kept& kept, const KeptShape& shap
 
 // By one warp. Ahead: rows at a time. grad_of(row): what the row's gradients need.
 template <int Ahead, typename GradOf>
-__device__ __forceinline__ void make_gradients(
-    const Kept& kept, const KeptShape& shape, const KeptJob& job, int lane, GradOf grad_of) {
+__device__ __forceinline__ void make_gradients(const Kept& kept, const KeptShape& shape, const KeptJob& job, int lane,
+                                               GradOf grad_of) {
   // Lane i knows what row i needs: a factor for each leaf, the weight, and the gradient of its target where that is here.
   const int64_t stride = kept.stride;
   __nv_bfloat16* values = kept.values + static_cast<int64_t>(job.row) * stride + job.column;

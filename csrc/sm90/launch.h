@@ -101,8 +101,7 @@ void row_table(Rows rows, Upstream upstream, int64_t tokens, float* table, cudaS
 // out[row] = bf16(values[place[row]]), 0 where place is -1.
 void place_rows(const float* values, const int* place, Matrix out, cudaStream_t stream);
 // Values of aligned subtrees of the local leaves, given as pairs (begin, end): nodes [slots, 2, T] of (l, u).
-void tree_nodes(Rows rows, const float* m, const int* ranges, int count, float* nodes, int64_t tokens,
-                cudaStream_t stream);
+void tree_nodes(Rows rows, const float* m, const int* ranges, int count, float* nodes, int64_t tokens, cudaStream_t stream);
 // Remaining adds of the tree (pairs of slots, -1 is zero) in nodes [slots + merges, 2, T], then (logp, lse, entropy,
 // log l) [4, T] of the last merge, or of slot `root` without merges.
 void finish(float* nodes, int slots, const int* merges, int count, int root, const float* m, const float* target_logit,

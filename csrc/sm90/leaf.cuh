@@ -61,8 +61,8 @@ struct Leaving {
 // exp(x - shift) of one row of a leaf to shared memory, and the tree over it and its products with x - shift: of row 0 as
 // far as `sums`, by j; of both rows up to levels[4]. levels: complete subtrees over j.
 template <typename Stage>
-__device__ __forceinline__ void statistics_of_row(
-    const float* x, int h, float shift, float (&sums)[16], float (&levels)[5], const Stage& stager, int lane) {
+__device__ __forceinline__ void statistics_of_row(const float* x, int h, float shift, float (&sums)[16], float (&levels)[5],
+                                                  const Stage& stager, int lane) {
   const bool odd = lane & 1, high = lane & 2;
 #pragma unroll
   for (int part = 0; part < 16; part += 4) {
@@ -139,9 +139,9 @@ struct TwoRows {
 // between the rows. A stager of 8 rows takes those of either h in turn. The last values stay staged: they may leave when other
 // products are on their way.
 template <int Kind, typename Stage, typename Halfway>
-__device__ __forceinline__ Leaving vocabulary_leaf(
-    float (&acc)[64], int leaf, const TwoRows& two, const RowCounts& rows, const Vocabulary& v, const Stage& stager, int group,
-    int thread, Halfway halfway) {
+__device__ __forceinline__ Leaving vocabulary_leaf(float (&acc)[64], int leaf, const TwoRows& two, const RowCounts& rows,
+                                                   const Vocabulary& v, const Stage& stager, int group, int thread,
+                                                   Halfway halfway) {
   const int lane = thread % 32, quad_lane = lane % 4, first = two.n + leaf * kLeaf;
   const int first_row = two.m + group * 64 + (thread / 32) * 16;
   const bool stores = (Kind == kGradient || two.n < v.keep) && first_row < rows.stored;
@@ -154,8 +154,7 @@ __device__ __forceinline__ Leaving vocabulary_leaf(
     });
   }
   const int hit[2] = {two.hit[0] - leaf * kLeaf, two.hit[1] - leaf * kLeaf};  // outside 0 .. 127: none here
-  const bool any_hit =
-      __any_sync(~0u, static_cast<unsigned>(hit[0]) < kLeaf || static_cast<unsigned>(hit[1]) < kLeaf);  // rare
+  const bool any_hit = __any_sync(~0u, static_cast<unsigned>(hit[0]) < kLeaf || static_cast<unsigned>(hit[1]) < kLeaf);  // rare
   if constexpr (Kind == kStatistics) {
     if (any_hit) {
 #pragma unroll

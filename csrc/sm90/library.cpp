@@ -117,8 +117,12 @@ void library_product(Matrix x, Matrix w, void* out, LibraryAlgorithm how, int de
   Plan plan;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    const Key key{device,   x.rows,   w.rows,
-                  x.cols,   x.stride, w.stride,
+    const Key key{device,
+                  x.rows,
+                  w.rows,
+                  x.cols,
+                  x.stride,
+                  w.stride,
                   {static_cast<uint32_t>(how.id), how.tile, how.swizzle, how.custom, how.stages, how.inner, how.cluster}};
     auto found = plans.find(key);
     if (found == plans.end()) found = plans.emplace(key, make(library, device, x, w, how)).first;

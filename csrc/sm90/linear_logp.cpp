@@ -67,12 +67,13 @@ Matrix first_columns(Matrix matrix, int64_t first, int64_t count) {
 }
 
 // out [5, T] (logp, lse, entropy, m, log l; the last step only with `whole`, where all of the vocabulary is here),
-// ints, longs, reals (Slots), hidden states by slot [T, H] (not written where all rows take part: `hidden` is read instead, here
-// and in the backward operator), leaf statistics [3, T, L], and bf16 exp(z - m_leaf) of the first
-// `keep` columns [T, keep rounded up to 8], for 0 of them [0, 0].
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(
-    Tensor hidden, Tensor weight, Tensor targets, Maybe temperatures, int64_t start, int64_t columns, int64_t ignore,
-    double absent, int64_t keep, bool whole) {
+// ints, longs, reals (Slots), hidden states by slot [T, H] (not written where all rows take part: `hidden` is read instead,
+// here and in the backward operator), leaf statistics [3, T, L], and bf16 exp(z - m_leaf) of the first `keep` columns [T, keep
+// rounded up to 8], for 0 of them [0, 0].
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(Tensor hidden, Tensor weight, Tensor targets,
+                                                                              Maybe temperatures, int64_t start,
+                                                                              int64_t columns, int64_t ignore, double absent,
+                                                                              int64_t keep, bool whole) {
   const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
   const int64_t tokens = hidden.size(0), width = hidden.size(1), leaves = up(columns, kLeafColumns) / kLeafColumns;
   Matrix head = matrix(weight, "weight");
@@ -174,9 +175,10 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe whole, Maybe kept, Maybe 
   const int64_t kept_columns = kept.has_value() ? std::min(kept->size(1), columns) : 0;
   const int64_t available = (workspace - 4 * tokens * width) / (2 * tokens);
   // As many as the memory holds: fewer than a block where kept columns end with a segment shorter than that.
-  const int64_t step = kept.has_value() && kept_columns < kBlockColumns
-      ? std::max<int64_t>(1, kept_columns)
-      : std::max<int64_t>(1, (kept.has_value() ? kept_columns : available) / kBlockColumns) * kBlockColumns;
+  const int64_t step =
+      kept.has_value() && kept_columns < kBlockColumns
+          ? std::max<int64_t>(1, kept_columns)
+          : std::max<int64_t>(1, (kept.has_value() ? kept_columns : available) / kBlockColumns) * kBlockColumns;
   const auto border = [&](int64_t segment) { return std::min(segment * segment_columns, columns); };
   // Where the chunk of a segment that starts with column `first` ends: kept columns are one chunk.
   const auto chunk_end = [&](int64_t first, int64_t segment_end) {
@@ -218,9 +220,8 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe whole, Maybe kept, Maybe 
   Matrix buffer{};
   Tensor own_buffer;
   if (kept.has_value()) {
-    STD_TORCH_CHECK(kept->size(0) == tokens && kept->size(1) == up(kept_columns, 8) && stats.has_value() &&
-                        stats->dim() == 3 && stats->size(1) == tokens &&
-                        stats->size(2) >= up(kept_columns, kLeafColumns) / kLeafColumns,
+    STD_TORCH_CHECK(kept->size(0) == tokens && kept->size(1) == up(kept_columns, 8) && stats.has_value() && stats->dim() == 3 &&
+                        stats->size(1) == tokens && stats->size(2) >= up(kept_columns, kLeafColumns) / kLeafColumns,
                     "kept logits must be [T, columns rounded up to 8], with [3, T, L] statistics");
     buffer = {data<void>(*kept, "kept", ScalarType::BFloat16), tokens, kept_columns, up(kept_columns, 8)};
     leaves_of(rows, *stats, tokens);
@@ -243,8 +244,8 @@ Tensor backward_op(Tensor weight, Tensor picked, Maybe whole, Maybe kept, Maybe 
   task.active = slots.active;
   const bool wide = dw.has_value() && dw->scalar_type() == ScalarType::Float;
   char* weight_gradient = !dw.has_value() ? nullptr
-                          : wide ? static_cast<char*>(static_cast<void*>(floats(*dw, "dw")))
-                                 : data<char>(*dw, "dw", ScalarType::BFloat16);
+                          : wide          ? static_cast<char*>(static_cast<void*>(floats(*dw, "dw")))
+                                          : data<char>(*dw, "dw", ScalarType::BFloat16);
   task.dw_output = wide ? 2 : 0;
   Rows part;
   Tree tree(stream);
@@ -325,9 +326,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> token_loss_op(Tensor out, Tensor ints
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   STD_TORCH_CHECK(out.dim() == 2 && out.size(0) == 5, "out must be [5, T]");
   const int64_t tokens = out.size(1);
-  STD_TORCH_CHECK(tokens > 0 && ints.numel() == kCounters + tokens && targets.numel() == tokens &&
-                      old_logp.numel() == tokens && advantages.numel() == tokens &&
-                      (!mask.has_value() || mask->numel() == tokens),
+  STD_TORCH_CHECK(tokens > 0 && ints.numel() == kCounters + tokens && targets.numel() == tokens && old_logp.numel() == tokens &&
+                      advantages.numel() == tokens && (!mask.has_value() || mask->numel() == tokens),
                   "ints, targets, old_logp, advantages and mask must have one value a row, and there must be rows");
   STD_TORCH_CHECK(!normalizer.has_value() || normalizer->numel() == 1, "normalizer must be one value");
   STD_TORCH_CHECK(normalizer.has_value() || scale.has_value() || (!mask.has_value() && tokens <= (1 << 24)),

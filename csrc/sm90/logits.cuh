@@ -2,10 +2,11 @@
 // exp(z - leaf_max)), or the bf16 gradients of logits.
 //
 // Blocks, clusters, tiles and stages are those of gemm.cuh. The halves of a tile (a leaf each) end at different times: the last
-// two tiles of k are multiplied first for the left half, then for the right one, during which the left half's epilogue runs; the
-// first one of the next tile first for its left half, during which the right half's epilogue runs. Both warpgroups of a block
-// come there at about the same time, so what else lies between the products leaves the tensor cores idle: stores are left to
-// the copy engine, a thread of its own finds the tiles and says where they lie, and what an epilogue reads is on its way before.
+// two tiles of k are multiplied first for the left half, then for the right one, during which the left half's epilogue runs;
+// the first one of the next tile first for its left half, during which the right half's epilogue runs. Both warpgroups of a
+// block come there at about the same time, so what else lies between the products leaves the tensor cores idle: stores are left
+// to the copy engine, a thread of its own finds the tiles and says where they lie, and what an epilogue reads is on its way
+// before.
 #pragma once
 #include "carried.cuh"
 #include "halves.cuh"
@@ -73,8 +74,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
           const uint32_t barrier = memory.full + ring.stage * 8, a = memory.stages + ring.stage * kBytesStage, b = a + kBytesA;
           if (Carry && carried_row >= 0) {
             barrier_expect(barrier, kBytesStage + kBytesCarried);
-            load_tile_multicast(memory.carried + ring.stage * kBytesCarried + rank * (kBytesCarried / kCluster),
-                                carried_rows, barrier, k, carried_row, 3);
+            load_tile_multicast(memory.carried + ring.stage * kBytesCarried + rank * (kBytesCarried / kCluster), carried_rows,
+                                barrier, k, carried_row, 3);
           } else {
             barrier_expect(barrier, kBytesStage);
           }
@@ -141,20 +142,28 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       start();
       begin_tile<End, 0, 0>(left, right, consumer, [] {}, set, beside);
       while (true) {
-        end_tile<End, 0, 0>(left, right, tiles_k, consumer, [&](auto finish) {
-          left_first();
-          if constexpr (!Stores) advance();  // while the tensor cores have work; registers are too few where values are stored
-          values = leaf(left, 0, finish);
-        }, beside);
+        end_tile<End, 0, 0>(
+            left, right, tiles_k, consumer,
+            [&](auto finish) {
+              left_first();
+              if constexpr (!Stores)
+                advance();  // while the tensor cores have work; registers are too few where values are stored
+              values = leaf(left, 0, finish);
+            },
+            beside);
         if constexpr (Stores) advance();
         if (tile.is(TileAt::kEnd)) break;
-        begin_tile<End, 0, 0>(left, right, consumer, [&] {
-          leave(values);
-          values = leaf(right, 1, [] {});
-        }, [&] {
-          leave(values);
-          set();
-        }, beside);
+        begin_tile<End, 0, 0>(
+            left, right, consumer,
+            [&] {
+              leave(values);
+              values = leaf(right, 1, [] {});
+            },
+            [&] {
+              leave(values);
+              set();
+            },
+            beside);
       }
       leave(values);
       leave(leaf(right, 1, [] {}));
@@ -164,12 +173,14 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         float acc[16];
         const int tiled = __shfl_sync(~0u, shape.tiled(), 0);
         Carried carried{acc, memory.stages + kBytesA + rank * (kBytesB / 2) + own * 8192, memory.carried, false};
-        run(carried, [&] { carried.now = tile.is(TileAt::kCarries); }, [&] {
-          if (carried.now) {
-            pin(acc);
-            carried_leaf(carried, tile.column, rank, tiled, rows.active, problem, v, memory.staging, own, thread);
-          }
-        });
+        run(
+            carried, [&] { carried.now = tile.is(TileAt::kCarries); },
+            [&] {
+              if (carried.now) {
+                pin(acc);
+                carried_leaf(carried, tile.column, rank, tiled, rows.active, problem, v, memory.staging, own, thread);
+              }
+            });
       } else {
         Nothing nothing;
         run(nothing, [] {}, [] {});

@@ -8,7 +8,8 @@ namespace rlk::sm90 {
 template <int Kind, int End, bool Carry, bool Stores>
 void launch_logits(const Params& params, cudaStream_t stream) {
   once_a_device([](int) {
-    check(cudaFuncSetAttribute(logits_kernel<Kind, End, Carry, Stores>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesShared),
+    check(cudaFuncSetAttribute(logits_kernel<Kind, End, Carry, Stores>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               kBytesShared),
           "shared memory");
     return 0;
   });

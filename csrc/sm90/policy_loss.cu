@@ -26,8 +26,8 @@ struct Token {
   float logp, old_logp, entropy, advantage, weight;
 
   static __device__ __forceinline__ Token of(const TokenLosses& task, int64_t row) {
-    return {task.targets[row], task.logp[row], task.old_logp[row], task.entropy[row], task.advantages[row],
-            task.mask == nullptr ? 1.0f : task.mask[row]};
+    return {task.targets[row], task.logp[row],       task.old_logp[row],
+            task.entropy[row], task.advantages[row], task.mask == nullptr ? 1.0f : task.mask[row]};
   }
 };
 
@@ -94,8 +94,8 @@ __global__ void __cluster_dims__(kTokenBlocks, 1, 1) __launch_bounds__(kTokenThr
   if (lane == 0) *(own == 0 ? task.total : task.metrics + (own - 1)) = sum;
 }
 
-__global__ void __launch_bounds__(256) token_weights_kernel(
-    const int64_t* targets, int64_t ignore, const float* mask, float* weights, int64_t tokens) {
+__global__ void __launch_bounds__(256)
+    token_weights_kernel(const int64_t* targets, int64_t ignore, const float* mask, float* weights, int64_t tokens) {
   await_previous();
   let_next_start();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
@@ -132,8 +132,8 @@ __device__ __forceinline__ void scale_values(__nv_bfloat16* x, int64_t count, fl
 }
 
 // x and y *= bf16(*factor), rounded to bf16; nothing is read where the factor is 1.
-__global__ void __launch_bounds__(kScaleThreads) scale_kernel(
-    __nv_bfloat16* x, int64_t x_count, __nv_bfloat16* y, int64_t y_count, const float* factor) {
+__global__ void __launch_bounds__(kScaleThreads)
+    scale_kernel(__nv_bfloat16* x, int64_t x_count, __nv_bfloat16* y, int64_t y_count, const float* factor) {
   await_previous();
   let_next_start();
   const float by = __bfloat162float(__float2bfloat16_rn(*factor));

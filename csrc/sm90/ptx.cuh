@@ -29,8 +29,8 @@ __device__ __forceinline__ int lane_now() {
   return lane;
 }
 
-// A value that is the same in all lanes, read from shared memory before: it is here when an arrival follows. A shuffle would do,
-// but the compiler leaves it out where it knows that the value is the same.
+// A value that is the same in all lanes, read from shared memory before: it is here when an arrival follows. A shuffle would
+// do, but the compiler leaves it out where it knows that the value is the same.
 __device__ __forceinline__ int arrived(int value) {
   asm volatile("redux.sync.max.s32 %0, %0, -1;" : "+r"(value));
   return value;
@@ -45,25 +45,13 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-__device__ __forceinline__ void barrier_init_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
+__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrive at the barrier with the same offset in the shared memory of cluster member `rank`.
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
-// The same by its address in the shared memory of the cluster, made once.
+// The address, in the shared memory of the cluster, of the barrier with the same offset in that of its member `rank`.
 __device__ __forceinline__ uint32_t barrier_of(uint32_t barrier, uint32_t rank) {
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(barrier), "r"(rank));
@@ -71,6 +59,9 @@ __device__ __forceinline__ uint32_t barrier_of(uint32_t barrier, uint32_t rank) 
 }
 __device__ __forceinline__ void barrier_arrive_there(uint32_t remote) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t rank) {
+  barrier_arrive_there(barrier_of(barrier, rank));
 }
 
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
@@ -131,8 +122,8 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 
 // Four 8 x 8 matrices of 16-bit values, as accumulators hold them; lane i has the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&value)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value[0]),
-               "r"(value[1]), "r"(value[2]), "r"(value[3])
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value[0]), "r"(value[1]),
+               "r"(value[2]), "r"(value[3])
                : "memory");
 }
 
@@ -151,8 +142,8 @@ __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap* map, u
       : "memory");
 }
 
-__device__ __forceinline__ void load_tile_multicast(
-    uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, uint16_t members) {
+__device__ __forceinline__ void load_tile_multicast(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y,
+                                                    uint16_t members) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
@@ -189,7 +180,7 @@ __device__ __forceinline__ void wgmma_wait() {
 template <int Swizzle = 128>
 __device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t lead, uint32_t stride) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (static_cast<uint64_t>(lead >> 4) << 16) |
-      (static_cast<uint64_t>(stride >> 4) << 32) | (uint64_t{Swizzle == 128 ? 1 : 2} << 62);
+         (static_cast<uint64_t>(stride >> 4) << 32) | (uint64_t{Swizzle == 128 ? 1 : 2} << 62);
 }
 
 // Of memory `bytes` behind that of `first`, less than the memory there is, so that no carry leaves the address.
@@ -229,14 +220,13 @@ __device__ __forceinline__ void wgmma_64x128x16(float (&d)[64], uint64_t a, uint
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
       "}, %64, %65, p, 1, 1, %67, %68;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
+        "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),
+        "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]),
+        "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]),
+        "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]),
+        "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(a), "l"(b), "r"(accumulate), "n"(TransposeA), "n"(TransposeB));
 }
 
@@ -256,21 +246,24 @@ __device__ __forceinline__ void wgmma_64x256x16(float (&left)[64], float (&right
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
       "}, %128, %129, p, 1, 1, %131, %132;\n}"
       : "+f"(left[0]), "+f"(left[1]), "+f"(left[2]), "+f"(left[3]), "+f"(left[4]), "+f"(left[5]), "+f"(left[6]), "+f"(left[7]),
-        "+f"(left[8]), "+f"(left[9]), "+f"(left[10]), "+f"(left[11]), "+f"(left[12]), "+f"(left[13]), "+f"(left[14]), "+f"(left[15]),
-        "+f"(left[16]), "+f"(left[17]), "+f"(left[18]), "+f"(left[19]), "+f"(left[20]), "+f"(left[21]), "+f"(left[22]), "+f"(left[23]),
-        "+f"(left[24]), "+f"(left[25]), "+f"(left[26]), "+f"(left[27]), "+f"(left[28]), "+f"(left[29]), "+f"(left[30]), "+f"(left[31]),
-        "+f"(left[32]), "+f"(left[33]), "+f"(left[34]), "+f"(left[35]), "+f"(left[36]), "+f"(left[37]), "+f"(left[38]), "+f"(left[39]),
-        "+f"(left[40]), "+f"(left[41]), "+f"(left[42]), "+f"(left[43]), "+f"(left[44]), "+f"(left[45]), "+f"(left[46]), "+f"(left[47]),
-        "+f"(left[48]), "+f"(left[49]), "+f"(left[50]), "+f"(left[51]), "+f"(left[52]), "+f"(left[53]), "+f"(left[54]), "+f"(left[55]),
-        "+f"(left[56]), "+f"(left[57]), "+f"(left[58]), "+f"(left[59]), "+f"(left[60]), "+f"(left[61]), "+f"(left[62]), "+f"(left[63]),
-        "+f"(right[0]), "+f"(right[1]), "+f"(right[2]), "+f"(right[3]), "+f"(right[4]), "+f"(right[5]), "+f"(right[6]), "+f"(right[7]),
-        "+f"(right[8]), "+f"(right[9]), "+f"(right[10]), "+f"(right[11]), "+f"(right[12]), "+f"(right[13]), "+f"(right[14]), "+f"(right[15]),
-        "+f"(right[16]), "+f"(right[17]), "+f"(right[18]), "+f"(right[19]), "+f"(right[20]), "+f"(right[21]), "+f"(right[22]), "+f"(right[23]),
-        "+f"(right[24]), "+f"(right[25]), "+f"(right[26]), "+f"(right[27]), "+f"(right[28]), "+f"(right[29]), "+f"(right[30]), "+f"(right[31]),
-        "+f"(right[32]), "+f"(right[33]), "+f"(right[34]), "+f"(right[35]), "+f"(right[36]), "+f"(right[37]), "+f"(right[38]), "+f"(right[39]),
-        "+f"(right[40]), "+f"(right[41]), "+f"(right[42]), "+f"(right[43]), "+f"(right[44]), "+f"(right[45]), "+f"(right[46]), "+f"(right[47]),
-        "+f"(right[48]), "+f"(right[49]), "+f"(right[50]), "+f"(right[51]), "+f"(right[52]), "+f"(right[53]), "+f"(right[54]), "+f"(right[55]),
-        "+f"(right[56]), "+f"(right[57]), "+f"(right[58]), "+f"(right[59]), "+f"(right[60]), "+f"(right[61]), "+f"(right[62]), "+f"(right[63])
+        "+f"(left[8]), "+f"(left[9]), "+f"(left[10]), "+f"(left[11]), "+f"(left[12]), "+f"(left[13]), "+f"(left[14]),
+        "+f"(left[15]), "+f"(left[16]), "+f"(left[17]), "+f"(left[18]), "+f"(left[19]), "+f"(left[20]), "+f"(left[21]),
+        "+f"(left[22]), "+f"(left[23]), "+f"(left[24]), "+f"(left[25]), "+f"(left[26]), "+f"(left[27]), "+f"(left[28]),
+        "+f"(left[29]), "+f"(left[30]), "+f"(left[31]), "+f"(left[32]), "+f"(left[33]), "+f"(left[34]), "+f"(left[35]),
+        "+f"(left[36]), "+f"(left[37]), "+f"(left[38]), "+f"(left[39]), "+f"(left[40]), "+f"(left[41]), "+f"(left[42]),
+        "+f"(left[43]), "+f"(left[44]), "+f"(left[45]), "+f"(left[46]), "+f"(left[47]), "+f"(left[48]), "+f"(left[49]),
+        "+f"(left[50]), "+f"(left[51]), "+f"(left[52]), "+f"(left[53]), "+f"(left[54]), "+f"(left[55]), "+f"(left[56]),
+        "+f"(left[57]), "+f"(left[58]), "+f"(left[59]), "+f"(left[60]), "+f"(left[61]), "+f"(left[62]), "+f"(left[63]),
+        "+f"(right[0]), "+f"(right[1]), "+f"(right[2]), "+f"(right[3]), "+f"(right[4]), "+f"(right[5]), "+f"(right[6]),
+        "+f"(right[7]), "+f"(right[8]), "+f"(right[9]), "+f"(right[10]), "+f"(right[11]), "+f"(right[12]), "+f"(right[13]),
+        "+f"(right[14]), "+f"(right[15]), "+f"(right[16]), "+f"(right[17]), "+f"(right[18]), "+f"(right[19]), "+f"(right[20]),
+        "+f"(right[21]), "+f"(right[22]), "+f"(right[23]), "+f"(right[24]), "+f"(right[25]), "+f"(right[26]), "+f"(right[27]),
+        "+f"(right[28]), "+f"(right[29]), "+f"(right[30]), "+f"(right[31]), "+f"(right[32]), "+f"(right[33]), "+f"(right[34]),
+        "+f"(right[35]), "+f"(right[36]), "+f"(right[37]), "+f"(right[38]), "+f"(right[39]), "+f"(right[40]), "+f"(right[41]),
+        "+f"(right[42]), "+f"(right[43]), "+f"(right[44]), "+f"(right[45]), "+f"(right[46]), "+f"(right[47]), "+f"(right[48]),
+        "+f"(right[49]), "+f"(right[50]), "+f"(right[51]), "+f"(right[52]), "+f"(right[53]), "+f"(right[54]), "+f"(right[55]),
+        "+f"(right[56]), "+f"(right[57]), "+f"(right[58]), "+f"(right[59]), "+f"(right[60]), "+f"(right[61]), "+f"(right[62]),
+        "+f"(right[63])
       : "l"(a), "l"(b), "r"(accumulate), "n"(TransposeA), "n"(TransposeB));
 }
 

@@ -23,8 +23,8 @@ __device__ __forceinline__ RowGrad row_grad(const Rows& rows, const Upstream& up
 #pragma unroll
   for (int i = 0; i < 3; ++i) g[i] = upstream.grad[i] == nullptr ? 0.0f : upstream.grad[i][row * upstream.grad_stride[i]];
   const float logp = __fdiv_rn(g[0], temperature), lse = __fdiv_rn(g[1], temperature);
-  return {upstream.max[row], upstream.log_sum[row], upstream.entropy[row],
-          logp, __fsub_rn(lse, logp), __fdiv_rn(g[2], temperature)};
+  return {upstream.max[row],    upstream.log_sum[row],       upstream.entropy[row], logp,
+          __fsub_rn(lse, logp), __fdiv_rn(g[2], temperature)};
 }
 
 __device__ __forceinline__ void write_row(float* table, int64_t slot, const RowGrad& grad) {

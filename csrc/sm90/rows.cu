@@ -87,8 +87,8 @@ constexpr int kMergeGroups = 5, kMergeLeaves = kMergeGroups * kMergeThreads;  //
 constexpr int kMostGroups = 1024;
 
 // A block a row; the loads of its first 640 leaves are all in flight at once.
-__global__ void __launch_bounds__(kMergeThreads) merge_kernel(
-    Rows rows, int64_t tokens, const int64_t* order, float* out, int64_t total) {
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_kernel(Rows rows, int64_t tokens, const int64_t* order, float* out, int64_t total) {
   __shared__ float2 groups[kMostGroups];  // subtrees of 32 leaves
   __shared__ float tops[kMergeWarps];
   await_previous();
@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(
       const int group = first / 32 + g * kMergeWarps + warp;
       if (group >= count) break;
       const float2 leaf = first + g * kMergeThreads + static_cast<int>(threadIdx.x) < leaves
-          ? leaf_value(leaf_max[g], leaf_sum[g], leaf_mean[g], top)
-          : make_float2(0.0f, 0.0f);
+                              ? leaf_value(leaf_max[g], leaf_sum[g], leaf_mean[g], top)
+                              : make_float2(0.0f, 0.0f);
       const float2 subtree = make_float2(tree_of_lanes(leaf.x), tree_of_lanes(leaf.y));
       if (lane == 0) groups[group] = subtree;
     }
@@ -205,8 +205,8 @@ static_assert(kColumnsPerBlock == 32 * kLeaf, "a lane for each leaf of a block")
 
 // Rows from the last active one on become zero up to a whole tile of k of the product over tokens. From the last columns to
 // the first: the product in front wrote the last ones last, they are still in the L2; the next one reads the first ones first.
-__global__ void __launch_bounds__(256) gradient_kernel(
-    Rows rows, Upstream upstream, __nv_bfloat16* data, int64_t tokens, int stride, unsigned row_blocks, unsigned across) {
+__global__ void __launch_bounds__(256) gradient_kernel(Rows rows, Upstream upstream, __nv_bfloat16* data, int64_t tokens,
+                                                       int stride, unsigned row_blocks, unsigned across) {
   __shared__ RowGrad grads[kRowsPerThread];
   __shared__ LeafGrad leaves[kRowsPerThread][32];
   __shared__ int targets[kRowsPerThread];
@@ -362,8 +362,8 @@ __global__ void __launch_bounds__(256) prepare_kernel(Prepare task, int each, un
 }
 
 // out[row] = bf16(values[place[row]]), 0 where place is -1; 8 values a thread.
-__global__ void __launch_bounds__(256) place_kernel(
-    const float* values, const int* place, __nv_bfloat16* out, int64_t rows, int64_t chunks) {
+__global__ void __launch_bounds__(256)
+    place_kernel(const float* values, const int* place, __nv_bfloat16* out, int64_t rows, int64_t chunks) {
   await_previous();
   let_next_start();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
@@ -401,8 +401,7 @@ __global__ void logits_kernel(Rows rows, const float* logits, int64_t tokens, in
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t column = static_cast<int64_t>(leaf) * kLeaf + lane * 4 + i;
-      z[i] = column < columns && column < rows.columns ? __fdiv_rn(logits[row * stride + column], temperature)
-                                                       : -INFINITY;
+      z[i] = column < columns && column < rows.columns ? __fdiv_rn(logits[row * stride + column], temperature) : -INFINITY;
       if (column < rows.columns && target == column) rows.target_logit[row] = z[i];
       leaf_max = fmaxf(leaf_max, z[i]);
     }
@@ -465,8 +464,7 @@ void accumulate(float* left, const float* right, int64_t count, cudaStream_t str
                    reinterpret_cast<const float4*>(right), count / 4);
 }
 
-void tree_nodes(Rows rows, const float* m, const int* ranges, int count, float* nodes, int64_t tokens,
-                cudaStream_t stream) {
+void tree_nodes(Rows rows, const float* m, const int* ranges, int count, float* nodes, int64_t tokens, cudaStream_t stream) {
   if (tokens == 0 || count == 0) return;
   const dim3 grid(blocks(tokens, kWarps), static_cast<unsigned>(count));
   nodes_kernel<<<grid, kWarps * 32, 0, stream>>>(rows, m, ranges, nodes, tokens);
@@ -476,8 +474,7 @@ void tree_nodes(Rows rows, const float* m, const int* ranges, int count, float* 
 void finish(float* nodes, int slots, const int* merges, int count, int root, const float* m, const float* target_logit,
             float* out, int64_t tokens, cudaStream_t stream) {
   if (tokens == 0) return;
-  finish_kernel<<<blocks(tokens, 128), 128, 0, stream>>>(
-      nodes, slots, merges, count, root, m, target_logit, out, tokens);
+  finish_kernel<<<blocks(tokens, 128), 128, 0, stream>>>(nodes, slots, merges, count, root, m, target_logit, out, tokens);
   check(cudaGetLastError(), "root of the vocabulary tree");
 }
 
@@ -491,8 +488,8 @@ void gradient_in_place(Rows rows, Upstream upstream, Matrix kept, cudaStream_t s
 void logits_statistics(Rows rows, Matrix logits, cudaStream_t stream) {
   if (logits.rows == 0 || rows.leaves == 0) return;
   const dim3 grid(blocks(rows.leaves, kWarps), static_cast<unsigned>(logits.rows < 32768 ? logits.rows : 32768));
-  logits_kernel<<<grid, kWarps * 32, 0, stream>>>(
-      rows, static_cast<const float*>(logits.data), logits.rows, logits.cols, logits.stride);
+  logits_kernel<<<grid, kWarps * 32, 0, stream>>>(rows, static_cast<const float*>(logits.data), logits.rows, logits.cols,
+                                                  logits.stride);
   check(cudaGetLastError(), "statistics of logits");
 }
 

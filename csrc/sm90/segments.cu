@@ -38,8 +38,8 @@ struct Raster {
   static constexpr int kGroup = 8;
   int rows, columns, count;
 
-  __host__ __device__ Raster(int m, int n) : rows((m + kSide - 1) / kSide), columns((n + 2 * kSide - 1) / (2 * kSide)),
-                                             count(rows * columns) {}
+  __host__ __device__ Raster(int m, int n)
+      : rows((m + kSide - 1) / kSide), columns((n + 2 * kSide - 1) / (2 * kSide)), count(rows * columns) {}
   // First row and column of the block `rank` of the cluster.
   __device__ __forceinline__ int2 at(int id, int rank) const {
     const int group = id / (rows * kGroup), inside = id % (rows * kGroup), width = min(kGroup, columns - group * kGroup);
@@ -281,8 +281,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 template <int Count, int TransposeB>
 void launch_segments(const Segments& task, cudaStream_t stream) {
   const int processors = once_a_device([](int device) {
-    check(cudaFuncSetAttribute(segments_kernel<Count, TransposeB>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kBytesSegments),
+    check(cudaFuncSetAttribute(segments_kernel<Count, TransposeB>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytesSegments),
           "shared memory");
     return processors_of(device);
   });

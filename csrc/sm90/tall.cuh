@@ -1,15 +1,15 @@
 // Tall tiles of dW: 256 of the hidden size and 160 of the vocabulary a block, dW^T = hidden^T d.
 //
 // What a processor takes in for a product, and what that costs in power, falls with the size of its tile: 256 + 160 rows of k
-// here make a quarter more outputs than 128 + 256. A warpgroup has twice 64 x 160 accumulators. The blocks of a cluster have the
-// hidden size in common, and each its own part of the vocabulary. Such a stage is larger, so there are three, on the same memory
-// as the four of dH, which are through before. Rows and columns of a product may change places: each output stays the same chain
-// over ascending k.
+// here make a quarter more outputs than 128 + 256. A warpgroup has twice 64 x 160 accumulators. The blocks of a cluster have
+// the hidden size in common, and each its own part of the vocabulary. Such a stage is larger, so there are three, on the same
+// memory as the four of dH, which are through before. Rows and columns of a product may change places: each output stays the
+// same chain over ascending k.
 //
-// The two 64 rows of a warpgroup, its halves, begin and end apart, so that the tensor cores work meanwhile: the last tile of k is
-// multiplied for the left half, then for the right one. As soon as the left one is complete it is put into shared memory, turned,
-// and the next tile's first products start on its accumulators; then the right one. A warpgroup waits while the tensor cores
-// take its products up, so only what follows them runs beside the last ones.
+// The two 64 rows of a warpgroup, its halves, begin and end apart, so that the tensor cores work meanwhile: the last tile of k
+// is multiplied for the left half, then for the right one. As soon as the left one is complete it is put into shared memory,
+// turned, and the next tile's first products start on its accumulators; then the right one. A warpgroup waits while the tensor
+// cores take its products up, so only what follows them runs beside the last ones.
 #pragma once
 #include "halves.cuh"
 #include "turner.cuh"
@@ -24,8 +24,7 @@ constexpr int kBytesTallStage = kBytesTallA + kBytesTallB, kBytesTallStaging = 6
 constexpr int kTallLeast = 3;  // tiles of k
 
 __host__ __device__ __forceinline__ int tall_tiles(int vocabulary, int hidden) {
-  return (hidden + kTallHidden - 1) / kTallHidden *
-      ((vocabulary + kCluster * kTallColumns - 1) / (kCluster * kTallColumns));
+  return (hidden + kTallHidden - 1) / kTallHidden * ((vocabulary + kCluster * kTallColumns - 1) / (kCluster * kTallColumns));
 }
 
 // Tile number `id` of the first block of a cluster: row is of the hidden size, column of the vocabulary. As in `locate`, groups
@@ -47,14 +46,12 @@ struct TallConsumer : ConsumerOf<kTallStages> {
   __device__ __forceinline__ uint64_t a(const Ring& at, int half) const {
     return descriptor_behind(first_a, at.stage * kBytesTallStage + half * 8192);
   }
-  __device__ __forceinline__ uint64_t b(const Ring& at) const {
-    return descriptor_behind(first_b, at.stage * kBytesTallStage);
-  }
+  __device__ __forceinline__ uint64_t b(const Ring& at) const { return descriptor_behind(first_b, at.stage * kBytesTallStage); }
 };
 
 // What the producer of one block loads for one tile of k.
-__device__ __forceinline__ void load_tall(
-    const TileAt& at, const CUtensorMap* hidden, const CUtensorMap* columns, uint32_t rank, int k, uint32_t barrier, uint32_t a) {
+__device__ __forceinline__ void load_tall(const TileAt& at, const CUtensorMap* hidden, const CUtensorMap* columns,
+                                          uint32_t rank, int k, uint32_t barrier, uint32_t a) {
   barrier_expect(barrier, kBytesTallStage);
   for (uint32_t chunk = rank * 2; chunk < rank * 2 + 2; ++chunk) {
     load_tile_multicast(a + chunk * 8192, hidden, barrier, at.m() + static_cast<int>(chunk) * 64, k, 3);
@@ -90,9 +87,9 @@ __device__ __forceinline__ void multiply_tall(float (&left)[80], float (&right)[
   });
 }
 
-// 64 of the hidden size and 160 of the vocabulary on their way to dW: acc[4 j + 2 h + b] is row 16 warp + lane / 4 + 8 h, column
-// 8 j + 2 (lane % 4) + b; memory has the rows side by side. bf16 turns in the warpgroup's shared memory, 128 bytes a column,
-// swizzled as the map says, and leaves by the copy engine.
+// 64 of the hidden size and 160 of the vocabulary on their way to dW: acc[4 j + 2 h + b] is row 16 warp + lane / 4 + 8 h,
+// column 8 j + 2 (lane % 4) + b; memory has the rows side by side. bf16 turns in the warpgroup's shared memory, 128 bytes a
+// column, swizzled as the map says, and leaves by the copy engine.
 struct TallOutgoing {
   const Problem& problem;
   const CUtensorMap* stores;
@@ -142,11 +139,11 @@ struct TallOutgoing {
   }
 };
 
-// All tiles of a warpgroup, the first of which is `at`; next() is the one behind. brief: the second half of the last tile of k is
-// zeros and left out; products before it have met such zeros already, so not even a -0 would change.
+// All tiles of a warpgroup, the first of which is `at`; next() is the one behind. brief: the second half of the last tile of k
+// is zeros and left out; products before it have met such zeros already, so not even a -0 would change.
 template <typename Next>
-__device__ __forceinline__ void multiply_all_tall(
-    TileAt at, int tiles_k, bool brief, TallConsumer& c, const TallOutgoing& outgoing, Next next) {
+__device__ __forceinline__ void multiply_all_tall(TileAt at, int tiles_k, bool brief, TallConsumer& c,
+                                                  const TallOutgoing& outgoing, Next next) {
   float left[80], right[80];
   const int middle = tiles_k - 2;
   forget(left);

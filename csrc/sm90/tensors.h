@@ -40,7 +40,8 @@ inline Matrix matrix(const Tensor& tensor, const char* name, ScalarType type = S
   expect(tensor, name, type);
   STD_TORCH_CHECK(tensor.dim() == 2 && (tensor.size(1) <= 1 || tensor.stride(1) == 1), name,
                   " must be a matrix with contiguous rows");
-  return {tensor.data_ptr(), tensor.size(0), tensor.size(1), tensor.size(0) > 1 ? tensor.stride(0) : (tensor.size(1) + 7) / 8 * 8};
+  return {tensor.data_ptr(), tensor.size(0), tensor.size(1),
+          tensor.size(0) > 1 ? tensor.stride(0) : (tensor.size(1) + 7) / 8 * 8};
 }
 
 inline cudaStream_t stream_of(const Tensor& tensor) {

@@ -56,9 +56,8 @@ __device__ __forceinline__ void multiply_tokens(float (&left)[64], float (&right
 }
 
 // As store_block. memory: the warpgroup's.
-__device__ __forceinline__ void store_tokens(
-    const float (&left)[64], const float (&right)[64], const Tile& tile, uint32_t rank, uint32_t memory, int group,
-    int thread) {
+__device__ __forceinline__ void store_tokens(const float (&left)[64], const float (&right)[64], const Tile& tile, uint32_t rank,
+                                             uint32_t memory, int group, int thread) {
   const int lane = lane_now(), warp = thread / 32;
   const Problem& problem = *tile.problem;
   int* order = problem.order + (tile.index * kCluster + static_cast<int>(rank)) * 2 + group;

@@ -4,9 +4,9 @@
 
 namespace rlk::sm90 {
 
-// Outputs of a warpgroup, 64 values of the hidden size of a number of tokens (or columns of the vocabulary), 32 of them at a time:
-// a thread has single values of a token, memory has them side by side. They turn in the warpgroup's shared memory (twice 8 KiB,
-// 256 bytes a token), where groups of 8 values lie such that neither way meets a bank twice.
+// Outputs of a warpgroup, 64 values of the hidden size of a number of tokens (or columns of the vocabulary), 32 of them at a
+// time: a thread has single values of a token, memory has them side by side. They turn in the warpgroup's shared memory (twice
+// 8 KiB, 256 bytes a token), where groups of 8 values lie such that neither way meets a bank twice.
 struct Turner {
   uint32_t address;
   int lane, warp, barrier;
@@ -19,8 +19,7 @@ struct Turner {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const int token = i / 4 * 8 + q * 2 + i % 2, group = 2 * warp + i / 2 % 2;
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(
-                       address + part % 2 * 8192 + token * 256 + (group ^ q) * 32 + lane / 4 * 4),
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(address + part % 2 * 8192 + token * 256 + (group ^ q) * 32 + lane / 4 * 4),
                    "f"(acc[i])
                    : "memory");
     }
@@ -28,11 +27,11 @@ struct Turner {
   // Of token 8 warp + 2 i + lane / 16 values 4 (lane % 16) and three more, as all of the following.
   __device__ __forceinline__ float4 get(int part, int i) const {
     float4 x;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(address + part % 2 * 8192 + (8 * warp + 2 * i + lane / 16) * 256 + (lane % 16 / 2 ^ i) * 32 +
-                       lane % 2 * 16)
-                 : "memory");
+    asm volatile(
+        "ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+        : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+        : "r"(address + part % 2 * 8192 + (8 * warp + 2 * i + lane / 16) * 256 + (lane % 16 / 2 ^ i) * 32 + lane % 2 * 16)
+        : "memory");
     return x;
   }
   __device__ __forceinline__ bool inside(int part, int i) const { return part * 32 + i * 2 < tokens; }

@@ -8,11 +8,11 @@ namespace rlk::sm90 {
 #define RLK_FOUR(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
 #define RLK_SIXTEEN(x, i) RLK_FOUR(x, i), RLK_FOUR(x, i + 4), RLK_FOUR(x, i + 8), RLK_FOUR(x, i + 12)
 #define RLK_HALF(x) RLK_SIXTEEN(x, 0), RLK_SIXTEEN(x, 16), RLK_SIXTEEN(x, 32), RLK_SIXTEEN(x, 48)
-#define RLK_160                                                                         \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "              \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "    \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "    \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "    \
+#define RLK_160                                                                      \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define RLK_168 RLK_160 ", %80, %81, %82, %83"
 #define RLK_176 RLK_168 ", %84, %85, %86, %87"
@@ -25,13 +25,12 @@ namespace rlk::sm90 {
 #define RLK_232 RLK_224 ", %112, %113, %114, %115"
 #define RLK_240 RLK_232 ", %116, %117, %118, %119"
 #define RLK_248 RLK_240 ", %120, %121, %122, %123"
-#define RLK_COLUMNS(N)                                                       \
-  if constexpr (Columns == N)                                                \
-  asm volatile(                                                              \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                          \
-      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" RLK_##N   \
-      "}, %128, %129, p, 1, 1, 1, 0;\n}"                                     \
-      : RLK_HALF(left), RLK_HALF(right)                                      \
+#define RLK_COLUMNS(N)                                                                                        \
+  if constexpr (Columns == N)                                                                                 \
+  asm volatile(                                                                                               \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                           \
+      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" RLK_##N "}, %128, %129, p, 1, 1, 1, 0;\n}" \
+      : RLK_HALF(left), RLK_HALF(right)                                                                       \
       : "l"(a), "l"(b), "r"(accumulate))
 
 // d[64 x Columns] = (accumulate ? d : 0) + a[64 x 16] b[Columns x 16]^T; left has columns 0 to 127, right those from 128
