@@ -134,8 +134,8 @@ def reference(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor, temperature: to
     return [value.detach(), entropy.detach(), grad(h), grad(w)]
 
 
-def both(mib: int, grad_segments: int | None, main_grad: bool) -> None:
-    h, w, t = operands()
+def both(mib: int, grad_segments: int | None, main_grad: bool, ignored: int = 9) -> None:
+    h, w, t = operands(ignored)
     temperature = torch.linspace(0.7, 1.3, TOKENS).cuda()
     right = reference(h, w, t, temperature)
     before, sm90.WORKSPACE_BYTES = sm90.WORKSPACE_BYTES, mib << 20
@@ -158,6 +158,8 @@ def both(mib: int, grad_segments: int | None, main_grad: bool) -> None:
 
 part("linear_logp kept")(functools.partial(both, 512, None, False))
 part("linear_logp recompute")(functools.partial(both, 0, None, False))
+part("linear_logp kept, all rows")(functools.partial(both, 512, None, False, 0))
+part("linear_logp recompute, all rows")(functools.partial(both, 0, None, False, 0))
 part("linear_logp kept, 2 segments")(functools.partial(both, 512, 2, False))
 part("linear_logp recompute, 8 segments")(functools.partial(both, 0, 8, False))
 part("linear_logp main_grad")(functools.partial(both, 512, None, True))
@@ -272,8 +274,8 @@ def given_logits() -> None:
     close(out[2], right[1], 2**-10)
 
 
-def loss(mib: int, one_kernel: str) -> None:
-    h, w, t = operands()
+def loss(mib: int, one_kernel: str, ignored: int = 9) -> None:
+    h, w, t = operands(ignored)
     old, advantages = torch.full((TOKENS,), -6.0, device="cuda"), torch.linspace(-1, 1, TOKENS).cuda()
     exact = [x.double().requires_grad_() for x in (h, w)]
     z = torch.log_softmax(exact[0] @ exact[1][:VOCABULARY].T, -1)
@@ -301,6 +303,7 @@ def loss(mib: int, one_kernel: str) -> None:
 
 
 part("linear_policy_loss")(functools.partial(loss, 512, "1"))
+part("linear_policy_loss, all rows")(functools.partial(loss, 512, "1", 0))
 part("linear_policy_loss in chunks")(functools.partial(loss, 0, "1"))
 part("linear_policy_loss, loss by torch")(functools.partial(loss, 512, "0"))
 

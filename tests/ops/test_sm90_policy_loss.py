@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rl_kernel.errors import ContractError
 from rl_kernel.ops.linear_logp import linear_logp, sm90_schedules
 from rl_kernel.ops.linear_logp.policy import linear_policy_loss
 from tests.ops.gpu_harness import differing
@@ -232,6 +233,20 @@ def test_kernels_of_a_call(normalizer, masked, monkeypatch):
         assert sum(f"{name}_kernel" in found for found in all_of_them) == count, all_of_them
     monkeypatch.setenv("RLK_SM90_TOKEN_LOSS", "0")
     assert len(of_torch(launched(both))) > 10
+
+
+def test_second_backward_is_refused():
+    """The first one gives the gradients away, of which there is one copy."""
+    h, w, t = operands(*SHAPES[0])
+    h, w = h.requires_grad_(), w.requires_grad_()
+    t[5:9] = -100
+    old, advantages, _ = batch(len(t))
+    loss = linear_policy_loss(h, w, t, old, advantages, global_vocab_size=5003, backend="sm90")[0]
+    first = torch.autograd.grad(loss, (h, w), retain_graph=True)
+    kept = [x.clone() for x in first]
+    with pytest.raises(ContractError, match="a second backward"):
+        torch.autograd.grad(loss, (h, w))
+    assert_same(first, kept)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -19,6 +19,7 @@ from rl_kernel.errors import ContractError
 from rl_kernel.ops.collectives.op import all_reduce
 from rl_kernel.ops.linear_logp import sm90
 from rl_kernel.ops.linear_logp.call import LogpCall
+from rl_kernel.ops.linear_logp.policy import divisor
 from rl_kernel.ops.logp import shards
 from rl_kernel.ops.logp.vocab_tree import VocabLayout, blocks
 from rl_kernel.registry import resolve
@@ -322,8 +323,7 @@ class ClippedLoss:
         if normalizer is None and (weights is not None or len(targets) > _COUNTED):
             # Gradients depend on the order of this sum: it is torch's on every path.
             weights = torch.ops.rlk.sm90_token_weights.default(targets, call.ignore_index, weights)
-            total = weights.sum()
-            normalizer = total + (total == 0)  # as policy.divisor
+            normalizer = divisor(weights)
         by = (normalizer, None) if isinstance(normalizer, torch.Tensor) else (None, normalizer)
         value, by_logp, by_entropy, metrics = torch.ops.rlk.sm90_token_loss.default(
             out, slots.ints, targets, call.ignore_index, self.old_logp.contiguous(), self.advantages.contiguous(),
