@@ -329,10 +329,11 @@ def elementary() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help="names start with one of these; default: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="a name, or what names start with; default: all")
     parser.add_argument("--list", action="store_true")
     arguments = parser.parse_args()
-    chosen = [name for name in PARTS if not arguments.parts or name.startswith(tuple(arguments.parts))]
+    wanted = arguments.parts or [""]
+    chosen = [name for name in PARTS if any(name == w or (w not in PARTS and name.startswith(w)) for w in wanted)]
     if arguments.list:
         print("\n".join(chosen))
         return 0
