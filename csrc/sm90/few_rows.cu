@@ -1,9 +1,9 @@
 // y[M, N] = x[M, K] w[N, K]^T for at most 64 rows of x: as fast as the weight can be read.
 //
-// Operands swapped: rows of w are M of the warpgroup product (32 of its 64 rows live, or all of them), rows of x its N.
-// One thread streams K through a deep ring of bulk copies, one warpgroup multiplies; blocks walk over tiles of w, one or
-// two blocks a processor. K is one ascending chain a segment; finished segments wait in registers for their neighbours
-// in the tree.
+// Rows of w are M of the warpgroup product (32 of its 64 rows live, or all of them), rows of x its N. Where these are more than
+// 32 it is the other way round: a product then reads no dead rows, and the bandwidth of shared memory is the limit there. One
+// thread streams K through a deep ring of bulk copies, one warpgroup multiplies; blocks walk over tiles of w, one or two blocks
+// a processor. K is one ascending chain a segment; finished segments wait in registers for their neighbours in the tree.
 #include "launch.h"
 #include "ptx.cuh"
 #include "tensor_map.h"
@@ -37,13 +37,67 @@ __device__ __forceinline__ void prefetch_tile(const CUtensorMap* map, int x, int
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
 }
 
+// acc[4 j + 2 h + b] is row 8 h of those from `column` on, token 8 j + 2 (lane % 4) + b.
+template <int Tokens>
+__device__ __forceinline__ void store_tokens_as_columns(const float (&acc)[Tokens / 2], const FewRows& task, int column,
+                                                        int lane) {
+#pragma unroll
+  for (int j = 0; j < Tokens / 8; ++j) {
+    if (j * 8 >= task.rows) break;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int token = j * 8 + (lane % 4) * 2;
+      if (task.wide) {
+        float* out = static_cast<float*>(task.out) + static_cast<int64_t>(token) * task.cols + column + 8 * h;
+        if (column + 8 * h < task.cols) {
+          if (token < task.rows) out[0] = acc[4 * j + 2 * h];
+          if (token + 1 < task.rows) out[task.cols] = acc[4 * j + 2 * h + 1];
+        }
+      } else {  // neighbours in a row of the output sit four lanes apart: pairs of bf16 leave together
+        const bool odd = lane & 4;
+        const float keep = odd ? acc[4 * j + 2 * h + 1] : acc[4 * j + 2 * h];
+        const float give = odd ? acc[4 * j + 2 * h] : acc[4 * j + 2 * h + 1];
+        const float got = __shfl_xor_sync(~0u, give, 4);
+        const int row = token + (odd ? 1 : 0), at = column - (odd ? 1 : 0) + 8 * h;
+        if (row < task.rows && at < task.cols) {
+          *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(task.out) + static_cast<int64_t>(row) * task.cols +
+                                             at) = odd ? __floats2bfloat162_rn(got, keep) : __floats2bfloat162_rn(keep, got);
+        }
+      }
+    }
+  }
+}
+
+// acc[4 j + 2 h + b] is token 16 warp + lane / 4 + 8 h, row 8 j + 2 (lane % 4) + b of the tile of w.
+template <int RowsW>
+__device__ __forceinline__ void store_tokens_as_rows(const float (&acc)[RowsW / 2], const FewRows& task, int tile, int warp,
+                                                     int lane) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int token = warp * 16 + lane / 4 + 8 * h, column = tile * RowsW + lane % 4 * 2;
+    if (token >= task.rows) break;
+    const int64_t at = static_cast<int64_t>(token) * task.cols + column;
+#pragma unroll
+    for (int j = 0; j < RowsW / 8; ++j) {
+      if (column + j * 8 >= task.cols) break;  // a multiple of 8
+      const float x = acc[4 * j + 2 * h], y = acc[4 * j + 2 * h + 1];
+      if (task.wide) {
+        *reinterpret_cast<float2*>(static_cast<float*>(task.out) + at + j * 8) = make_float2(x, y);
+      } else {
+        *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(task.out) + at + j * 8) = __floats2bfloat162_rn(x, y);
+      }
+    }
+  }
+}
+
 template <int Tokens, int RowsW, int Depth>
 constexpr int kBytesOfStage = (RowsW + Tokens) * Depth * 2;
 
 template <int Tokens, int RowsW, int Depth, bool Tree>
 __global__ void __launch_bounds__(kFewThreads) few_rows_kernel(const __grid_constant__ FewRows task) {
   constexpr int kChunks = Depth / 64, kBytesW = RowsW * Depth * 2, kStage = kBytesOfStage<Tokens, RowsW, Depth>;
-  constexpr int kAcc = Tokens / 2;
+  constexpr bool kTokensAsRows = Tokens == 64;
+  constexpr int kAcc = (kTokensAsRows ? RowsW : Tokens) / 2;
   extern __shared__ uint8_t raw[];
   const uint32_t base = (smem_address(raw) + 1023) & ~1023u;
   const uint32_t full = base + task.stages * kStage, empty = full + task.stages * 8;
@@ -78,7 +132,7 @@ __global__ void __launch_bounds__(kFewThreads) few_rows_kernel(const __grid_cons
         for (int step = 0; step < task.steps; ++step) {
           barrier_wait(empty + stage * 8, phase ^ 1);
           const uint32_t barrier = full + stage * 8, w = base + stage * kStage, x = w + kBytesW;
-          barrier_expect(barrier, kStage);
+          barrier_expect(barrier, kBytesW + task.rows * Depth * 2);
 #pragma unroll
           for (int c = 0; c < kChunks; ++c) {
             load_once(w + c * RowsW * 128, &task.w, barrier, step * Depth + c * 64, tile * RowsW, policy);
@@ -110,13 +164,14 @@ __global__ void __launch_bounds__(kFewThreads) few_rows_kernel(const __grid_cons
 #pragma unroll 1
         for (int step = 0;;) {
           barrier_wait(full + stage * 8, phase);
-          const uint64_t a = descriptor(base + stage * kStage, 8192, 1024);
-          const uint64_t b = descriptor(base + stage * kStage + kBytesW, 8192, 1024);
+          const uint64_t w = descriptor(base + stage * kStage, 8192, 1024);
+          const uint64_t x = descriptor(base + stage * kStage + kBytesW, 8192, 1024);
           wgmma_fence();
 #pragma unroll
           for (int k = 0; k < Depth / 16; ++k) {
-            wgmma_narrow(acc, a + (((k / 4) * RowsW * 128 + (k % 4) * 32) >> 4),
-                         b + (((k / 4) * Tokens * 128 + (k % 4) * 32) >> 4), step > 0 || k > 0);
+            const uint64_t w16 = w + (((k / 4) * RowsW * 128 + (k % 4) * 32) >> 4);
+            const uint64_t x16 = x + (((k / 4) * Tokens * 128 + (k % 4) * 32) >> 4);
+            wgmma_narrow(acc, kTokensAsRows ? x16 : w16, kTokensAsRows ? w16 : x16, step > 0 || k > 0);
           }
           wgmma_commit();
           wgmma_wait<1>();
@@ -154,33 +209,10 @@ __global__ void __launch_bounds__(kFewThreads) few_rows_kernel(const __grid_cons
           ++segment;
         }
       } while (Tree && segment < task.segments);
-      if (RowsW == 32 && warp >= 2) continue;  // rows of the product without rows of w
-      const int column = tile * RowsW + warp * 16 + lane / 4;
-#pragma unroll
-      for (int j = 0; j < Tokens / 8; ++j) {
-        if (j * 8 >= task.rows) break;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int token = j * 8 + (lane % 4) * 2;
-          if (task.wide) {
-            float* out = static_cast<float*>(task.out) + static_cast<int64_t>(token) * task.cols + column + 8 * h;
-            if (column + 8 * h < task.cols) {
-              if (token < task.rows) out[0] = acc[4 * j + 2 * h];
-              if (token + 1 < task.rows) out[task.cols] = acc[4 * j + 2 * h + 1];
-            }
-          } else {  // neighbours in a row of the output sit four lanes apart: pairs of bf16 leave together
-            const bool odd = lane & 4;
-            const float keep = odd ? acc[4 * j + 2 * h + 1] : acc[4 * j + 2 * h];
-            const float give = odd ? acc[4 * j + 2 * h] : acc[4 * j + 2 * h + 1];
-            const float got = __shfl_xor_sync(~0u, give, 4);
-            const int row = token + (odd ? 1 : 0), at = column - (odd ? 1 : 0) + 8 * h;
-            if (row < task.rows && at < task.cols) {
-              *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(task.out) + static_cast<int64_t>(row) * task.cols +
-                                                 at) =
-                  odd ? __floats2bfloat162_rn(got, keep) : __floats2bfloat162_rn(keep, got);
-            }
-          }
-        }
+      if constexpr (kTokensAsRows) {
+        store_tokens_as_rows<RowsW>(acc, task, tile, warp, lane);
+      } else if (RowsW == 64 || warp < 2) {  // the other rows of the product are none of w
+        store_tokens_as_columns<Tokens>(acc, task, tile * RowsW + warp * 16 + lane / 4, lane);
       }
     }
   }
@@ -195,7 +227,9 @@ void launch_few(FewRows task, Matrix x, Matrix w, int per_processor, cudaStream_
     return processors_of(device);
   });
   task.w = tensor_map(w, 64, RowsW);
-  task.x = tensor_map(x, 64, Tokens);
+  // Rows that do not exist would cost a copy more than rows that do (4.5 cycles each). What their place in shared memory holds
+  // meets no output that is stored.
+  task.x = tensor_map(x, 64, task.rows);
   task.steps = static_cast<int>((x.cols + Depth - 1) / Depth);
   task.segment_steps = std::max(task.steps / task.segments, 1);
   task.stages = std::min((kMostShared / per_processor - 3 * 1024) / (kStage + 16), kMostStages);

@@ -77,6 +77,20 @@ def test_products(n, k, segments):
     assert other > 0
 
 
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("rows", [32, 64])
+def test_rows_that_do_not_exist(rows, segments):
+    """Their place in shared memory is not written: here it has NaN from the call before."""
+    x, w = heavy(64, 2048), heavy(1032, 2048, seed=1)
+    poison = torch.full_like(x, torch.nan)
+    expected = chains(x, w.t(), segments).bfloat16()
+    with launches(w, rows=rows, dependent=1):
+        for m in range(1, 65):
+            bad = sm90.matmul(poison, w, segments=segments)
+            found = sm90.matmul(x[:m], w, segments=segments)
+            assert bool(bad.isnan().all()) and differing(found, expected[:m]) == 0, m
+
+
 @pytest.mark.parametrize("segments", [2, 4, 8])
 def test_triton_agrees(segments):
     x, w = heavy(796, 4096, seed=2), heavy(1024, 4096, seed=1)
