@@ -75,7 +75,7 @@ def few_rows(tokens: int, segments: int) -> None:
             close(out, right)
 
 
-for _tokens, _segments in ((5, 1), (16, 4), (30, 1), (33, 1), (64, 2), (64, 8)):
+for _tokens, _segments in ((5, 1), (16, 4), (30, 1), (33, 1), (64, 2), (64, 8), (90, 4)):
     part(f"few_rows M={_tokens} S={_segments}")(functools.partial(few_rows, _tokens, _segments))
 
 

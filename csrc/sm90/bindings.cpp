@@ -146,8 +146,8 @@ void few_rows_op(Tensor x, Tensor w, int64_t segments, int64_t rows, int64_t per
   const bool wide = out.scalar_type() == ScalarType::Float;
   void* to = wide ? static_cast<void*>(floats(out, "out")) : data<void>(out, "out", ScalarType::BFloat16);
   STD_TORCH_CHECK(
-      x.size(0) <= 64 && x.size(1) == w.size(1) && out.size(0) == x.size(0) && out.size(1) == w.size(0) && w.size(0) % 8 == 0,
-      "few_rows: x [M, K] with M up to 64, w [N, K], out [M, N], N a multiple of 8");
+      x.size(0) <= 128 && x.size(1) == w.size(1) && out.size(0) == x.size(0) && out.size(1) == w.size(0) && w.size(0) % 8 == 0,
+      "few_rows: x [M, K] with M up to 128, w [N, K], out [M, N], N a multiple of 8");
   STD_TORCH_CHECK(
       (segments == 1 || segments == 2 || segments == 4 || segments == 8) && x.size(1) > 0 && x.size(1) % (segments * 256) == 0,
       "few_rows: 1, 2, 4 or 8 segments, each a multiple of 256");

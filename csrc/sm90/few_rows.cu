@@ -1,9 +1,10 @@
-// y[M, N] = x[M, K] w[N, K]^T for at most 64 rows of x: as fast as the weight can be read.
+// y[M, N] = x[M, K] w[N, K]^T for at most 128 rows of x: as fast as the weight can be read.
 //
 // Rows of w are M of the warpgroup product (32 of its 64 rows live, or all of them), rows of x its N. Where these are more than
 // 32 it is the other way round: a product then reads no dead rows, and the bandwidth of shared memory is the limit there. One
-// thread streams K through a deep ring of bulk copies, one warpgroup multiplies; blocks walk over tiles of w, one or two blocks
-// a processor. K is one ascending chain a segment; finished segments wait in registers for their neighbours in the tree.
+// thread streams K through a deep ring of bulk copies, a warpgroup multiplies, two where there are more than 64 rows of x;
+// blocks walk over tiles of w, one or two blocks a processor. K is one ascending chain a segment; finished segments wait in
+// registers for their neighbours in the tree.
 #include "launch.h"
 #include "ptx.cuh"
 #include "tensor_map.h"
@@ -14,7 +15,7 @@
 namespace rlk::sm90 {
 namespace {
 
-constexpr int kFewThreads = 160, kMostShared = 227 * 1024, kMostStages = 16, kAhead = 2;
+constexpr int kMostShared = 227 * 1024, kMostStages = 16, kAhead = 2;
 
 struct FewRows {
   CUtensorMap w, x;
@@ -92,29 +93,31 @@ __device__ __forceinline__ void store_tokens_as_rows(const float (&acc)[RowsW / 
 
 template <int Tokens, int RowsW, int Depth>
 constexpr int kBytesOfStage = (RowsW + Tokens) * Depth * 2;
+template <int Tokens>
+constexpr int kGroups = (Tokens + 63) / 64;  // warpgroups that multiply; one warp more loads
 
 template <int Tokens, int RowsW, int Depth, bool Tree>
-__global__ void __launch_bounds__(kFewThreads) few_rows_kernel(const __grid_constant__ FewRows task) {
+__global__ void __launch_bounds__(kGroups<Tokens> * 128 + 32) few_rows_kernel(const __grid_constant__ FewRows task) {
   constexpr int kChunks = Depth / 64, kBytesW = RowsW * Depth * 2, kStage = kBytesOfStage<Tokens, RowsW, Depth>;
-  constexpr bool kTokensAsRows = Tokens == 64;
+  constexpr bool kTokensAsRows = Tokens >= 64;
   constexpr int kAcc = (kTokensAsRows ? RowsW : Tokens) / 2;
   extern __shared__ uint8_t raw[];
   const uint32_t base = (smem_address(raw) + 1023) & ~1023u;
   const uint32_t full = base + task.stages * kStage, empty = full + task.stages * 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = static_cast<int>(blockIdx.x);
 
-  if (threadIdx.x == 128) {
+  if (threadIdx.x == kGroups<Tokens> * 128) {
     prefetch_map(&task.w);
     prefetch_map(&task.x);
     for (int i = 0; i < task.stages; ++i) {
       barrier_init(full + i * 8, 1);
-      barrier_init(empty + i * 8, 1);
+      barrier_init(empty + i * 8, kGroups<Tokens>);
     }
     barrier_init_fence();
   }
   __syncthreads();
 
-  if (warp == 4) {
+  if (warp == kGroups<Tokens> * 4) {
     if (lane == 0) {
       uint64_t policy;
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -149,8 +152,9 @@ __global__ void __launch_bounds__(kFewThreads) few_rows_kernel(const __grid_cons
   } else {
     int stage = 0;
     uint32_t phase = 0;
+    const uint32_t rows_before = kGroups<Tokens> == 1 ? 0 : warp / 4 * 64 * 128;  // bytes of those of the other warpgroup
     const auto release = [&] {  // the stage in front of the current one
-      if (threadIdx.x == 0) {
+      if (threadIdx.x % 128 == 0) {
         const int before = (stage == 0 ? task.stages : stage) - 1;
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + before * 8) : "memory");
       }
@@ -165,7 +169,7 @@ __global__ void __launch_bounds__(kFewThreads) few_rows_kernel(const __grid_cons
         for (int step = 0;;) {
           barrier_wait(full + stage * 8, phase);
           const uint64_t w = descriptor(base + stage * kStage, 8192, 1024);
-          const uint64_t x = descriptor(base + stage * kStage + kBytesW, 8192, 1024);
+          const uint64_t x = descriptor(base + stage * kStage + kBytesW + rows_before, 8192, 1024);
           wgmma_fence();
 #pragma unroll
           for (int k = 0; k < Depth / 16; ++k) {
@@ -237,7 +241,7 @@ void launch_few(FewRows task, Matrix x, Matrix w, int per_processor, cudaStream_
   const int most = std::min(processors * per_processor, task.tiles), rounds = (task.tiles + most - 1) / most;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>((task.tiles + rounds - 1) / rounds));
-  config.blockDim = dim3(kFewThreads);
+  config.blockDim = dim3(kGroups<Tokens> * 128 + 32);
   config.dynamicSmemBytes = static_cast<size_t>(task.stages * (kStage + 16) + 1024);
   config.stream = stream;
   cudaLaunchAttribute attribute{};
@@ -276,8 +280,10 @@ void few_rows(Matrix x, Matrix w, int segments, void* out, bool wide, FewRowsLau
     choose<16, 256>(task, x, w, how.rows, how.per_processor, stream);
   } else if (x.rows <= 32) {
     choose<32, 256>(task, x, w, how.rows, how.per_processor, stream);
-  } else {
+  } else if (x.rows <= 64) {
     choose<64, 128>(task, x, w, how.rows, how.per_processor, stream);
+  } else {
+    choose<128, 128>(task, x, w, how.rows, how.per_processor, stream);
   }
 }
 

@@ -116,7 +116,7 @@ struct FewRowsLaunch {
   int rows = 32, per_processor = 1;
   bool dependent = false;
 };
-// out[M, N] = x[M, K] w[N, K]^T for M up to 64; K in segments of a multiple of 256, merged in a tree (32 rows a tile).
+// out[M, N] = x[M, K] w[N, K]^T for M up to 128; K in segments of a multiple of 256, merged in a tree (32 rows a tile).
 void few_rows(Matrix x, Matrix w, int segments, void* out, bool wide, FewRowsLaunch how, cudaStream_t stream);
 // out[M, N] = a[M, K] b[N, K]^T, or a[M, K] b[K, N] when transposed. K has `parts` equal parts; segment s is slice s of
 // each part, one chain; 2, 4 or 8 segments merge in a tree. A slice is a multiple of 64, N one of 8.

@@ -21,7 +21,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 MISSING = sm90.supports(registry.Request("linear", "sm90", BF16))
 if MISSING:
     pytest.skip(MISSING, allow_module_level=True)
-ROWS = (1, 7, 16, 33, 64, 65, 128, 200, 256, 300, 796, 1024, 1820, 6827)
+ROWS = (1, 7, 16, 33, 64, 65, 97, 128, 129, 200, 256, 300, 796, 1024, 1820, 6827)
 CHAIN = {"BM": 64, "BN": 64, "BK": 64, "warps": 4, "stages": 3, "swap": 0, "group": 8, "split": 0}
 
 
@@ -81,11 +81,11 @@ def test_products(n, k, segments):
 @pytest.mark.parametrize("rows", [32, 64])
 def test_rows_that_do_not_exist(rows, segments):
     """Their place in shared memory is not written: here it has NaN from the call before."""
-    x, w = heavy(64, 2048), heavy(1032, 2048, seed=1)
+    x, w = heavy(128, 2048), heavy(1032, 2048, seed=1)
     poison = torch.full_like(x, torch.nan)
     expected = chains(x, w.t(), segments).bfloat16()
     with launches(w, rows=rows, dependent=1):
-        for m in range(1, 65):
+        for m in (*range(1, 65), *range(65, 128, 6), 128):
             bad = sm90.matmul(poison, w, segments=segments)
             found = sm90.matmul(x[:m], w, segments=segments)
             assert bool(bad.isnan().all()) and differing(found, expected[:m]) == 0, m

@@ -1,6 +1,6 @@
 """Matrix products on Hopper: our kernels (csrc/sm90) where they are the fastest, the library elsewhere.
 
-* at most 64 rows: ``few_rows``, segments included; for one segment in the shapes that the launch table names;
+* at most 128 rows: ``few_rows``, segments included; for one segment in the shapes that the launch table names;
 * K in 2, 4 or 8 segments and more rows: ``segments``, one launch (tiles of 128 x 128, the tree on the chip).
 
 Which kernel serves what is data, so speed alone changes with it. Rows of the launch table:
@@ -37,7 +37,8 @@ from rl_kernel.triton_utils import has_launch_rows, launch_row
 
 __all__ = ["add_product", "dgrad", "matmul", "product", "supports", "wgrad"]
 
-FEW_ROWS = 64
+FEW_ROWS = 128  # at most
+MANY_ROWS = 65  # at least, for ``segments``
 # The launch table's numbers of algorithms are those of cuBLASLt 13.1. Elsewhere they may mean nothing, and a tile that
 # the library does not have has been seen to end the process (SIGFPE inside the library).
 ALGORITHM_VERSION = 1301
@@ -87,7 +88,7 @@ def _probe() -> frozenset[str]:
         leaves = [empty(a.shape[0], b.shape[1]) for _ in range(segments)]
         for s, leaf in enumerate(leaves):
             k = slice(s * size, s * size + size)
-            own.multiply_as(launch_row("linear", FEW_ROWS), a[:, k], b[k], leaf)
+            own.multiply_as(launch_row("linear", 64), a[:, k], b[k], leaf)
         while len(leaves) > 1:
             leaves = [left + right for left, right in zip(leaves[::2], leaves[1::2], strict=True)]
         return leaves[0]
@@ -97,7 +98,7 @@ def _probe() -> frozenset[str]:
 
     counts: dict[str, int] = {}
     w = heavy(272, 2048)
-    for m in (8, 16, 32, 64):
+    for m in (8, 16, 32, 64, 128):
         x = heavy(m, 2048)
         for segments, rows in ((1, 32), (1, 64), (2, 32), (8, 32)):
             how = {"rows": rows, "per_processor": 1, "dependent": 0}
@@ -181,7 +182,7 @@ def matmul(
 ) -> torch.Tensor:
     """``round(tree_s(x[:, segment s] @ w[:, segment s]^T))``; x [M, K], w [N, K] -> [M, N]."""
     few = _few_row(x, w, segments)
-    one_launch = few is None and x.shape[0] > FEW_ROWS and _one_launch(x, w, w.shape[0], segments, 1)
+    one_launch = few is None and x.shape[0] >= MANY_ROWS and _one_launch(x, w, w.shape[0], segments, 1)
     if few is None and not one_launch:
         row = algorithm(x, w, segments, out_dtype)
         if row is not None:
