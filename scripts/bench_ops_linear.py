@@ -161,7 +161,7 @@ def segments() -> None:
         backends["sm90"] = sm90
     bound = {auto, "sm90"}  # stated for 1024 rows and more: what a user gets, and the kernel made for it
     for name in [name for name in ("o", "down") if name in shapes]:
-        for m in (1, 16, 64, 1024, 2048, 4096, 8192):
+        for m in (1, 16, 64, 128, 1024, 2048, 4096, 8192):
             key = f"matmul {name} {m}"
             whole = replays(product_calls(key, library))
             for s in (2, 4, 8):
